@@ -131,7 +131,7 @@ def _read_fields(kind: type[Message]) -> tuple[_Field, ...]:
                 is_map=child is not None and child.GetOptions().map_entry,
                 has_presence=field.has_presence,
                 message_name=child.full_name if child is not None else "",
-                new=GetMessageClass(child) if child is not None else None,
+                new=GetMessageClass(cast(Any, child)) if child is not None else None,
                 enum_names=names,
                 enum_numbers={name: number for number, name in names.items()},
             )
