@@ -1,0 +1,1 @@
+"""The pure state machine: decides, waits for nothing."""
