@@ -27,7 +27,7 @@ from rankbook.v1 import record_pb2 as rankbook_dot_v1_dot_record__pb2
 from rankbook.v1 import topology_pb2 as rankbook_dot_v1_dot_topology__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rankbook/v1/storage.proto\x12\x0brankbook.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18rankbook/v1/record.proto\x1a\x1arankbook/v1/topology.proto\"Q\n\x0fStoredNamespace\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0b\x65poch_floor\x18\x02 \x01(\x03\x12\x18\n\x10horizon_revision\x18\x03 \x01(\x03\"\xa7\x05\n\x0cStoredEngine\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x17\n\x0f\x63hange_revision\x18\x02 \x01(\x03\x12\x12\n\ngeneration\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x12\n\nlast_epoch\x18\x05 \x01(\x03\x12\x16\n\x0estart_revision\x18\x06 \x01(\x03\x12.\n\nstart_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.rankbook.v1.Layout\x12\r\n\x05group\x18\t \x01(\t\x12\x0f\n\x07replica\x18\n \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x0b \x01(\r\x12\x1f\n\x04role\x18\x0c \x01(\x0e\x32\x11.rankbook.v1.Role\x12\x14\n\x0cwas_complete\x18\r \x01(\x08\x12\x1f\n\x04seal\x18\x0e \x01(\x0b\x32\x11.rankbook.v1.Seal\x12%\n\x04\x63ore\x18\x0f \x01(\x0b\x32\x17.rankbook.v1.StoredCore\x12!\n\x05\x64rain\x18\x10 \x01(\x0b\x32\x12.rankbook.v1.Drain\x12(\n\x06starts\x18\x11 \x03(\x0b\x32\x18.rankbook.v1.StoredStart\x12\x0f\n\x07\x65victed\x18\x12 \x01(\x08\x12)\n\tsuccessor\x18\x13 \x01(\x0b\x32\x16.rankbook.v1.Successor\x12\x31\n\rretired_alive\x18\x14 \x03(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tgone_time\x18\x15 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nwrite_time\x18\x16 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x7f\n\nStoredCore\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.rankbook.v1.CoreRecord\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x0c\n\x04live\x18\x04 \x01(\x08\x12\x16\n\x0ewrite_revision\x18\x05 \x01(\x03\"0\n\x0bStoredStart\x12\x12\n\ngeneration\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"\xe5\x01\n\x0cStoredWorker\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x17\n\x0f\x63hange_revision\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04live\x18\x04 \x01(\x08\x12)\n\x06record\x18\x05 \x01(\x0b\x32\x19.rankbook.v1.WorkerRecord\x12\x10\n\x08lease_id\x18\x06 \x01(\t\x12\x15\n\rrecord_digest\x18\x07 \x01(\x0c\x12\x0e\n\x06\x61sleep\x18\x08 \x01(\x08\x12*\n\x07holders\x18\t \x03(\x0b\x32\x19.rankbook.v1.StoredHolder\"1\n\x0cStoredHolder\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"E\n\x0bStoredLease\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tlease_key\x18\x02 \x01(\t\x12\x12\n\nttl_millis\x18\x03 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rankbook/v1/storage.proto\x12\x0brankbook.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18rankbook/v1/record.proto\x1a\x1arankbook/v1/topology.proto\"Q\n\x0fStoredNamespace\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0b\x65poch_floor\x18\x02 \x01(\x03\x12\x18\n\x10horizon_revision\x18\x03 \x01(\x03\"\xa8\x05\n\x0cStoredEngine\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x17\n\x0f\x63hange_revision\x18\x02 \x01(\x03\x12\x12\n\ngeneration\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x12\n\nlast_epoch\x18\x05 \x01(\x03\x12\x16\n\x0estart_revision\x18\x06 \x01(\x03\x12.\n\nstart_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.rankbook.v1.Layout\x12\r\n\x05group\x18\t \x01(\t\x12\x0f\n\x07replica\x18\n \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x0b \x01(\r\x12\x1f\n\x04role\x18\x0c \x01(\x0e\x32\x11.rankbook.v1.Role\x12\x14\n\x0cwas_complete\x18\r \x01(\x08\x12\x1f\n\x04seal\x18\x0e \x01(\x0b\x32\x11.rankbook.v1.Seal\x12%\n\x04\x63ore\x18\x0f \x01(\x0b\x32\x17.rankbook.v1.StoredCore\x12!\n\x05\x64rain\x18\x10 \x01(\x0b\x32\x12.rankbook.v1.Drain\x12(\n\x06starts\x18\x11 \x03(\x0b\x32\x18.rankbook.v1.StoredStart\x12\x0f\n\x07\x65victed\x18\x12 \x01(\x08\x12)\n\tsuccessor\x18\x13 \x01(\x0b\x32\x16.rankbook.v1.Successor\x12\x31\n\rretired_alive\x18\x14 \x03(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tgone_time\x18\x15 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63hange_time\x18\x16 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x7f\n\nStoredCore\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.rankbook.v1.CoreRecord\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x0c\n\x04live\x18\x04 \x01(\x08\x12\x16\n\x0ewrite_revision\x18\x05 \x01(\x03\"0\n\x0bStoredStart\x12\x12\n\ngeneration\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"\x96\x02\n\x0cStoredWorker\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x17\n\x0f\x63hange_revision\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04live\x18\x04 \x01(\x08\x12)\n\x06record\x18\x05 \x01(\x0b\x32\x19.rankbook.v1.WorkerRecord\x12\x10\n\x08lease_id\x18\x06 \x01(\t\x12\x15\n\rrecord_digest\x18\x07 \x01(\x0c\x12\x0e\n\x06\x61sleep\x18\x08 \x01(\x08\x12*\n\x07holders\x18\t \x03(\x0b\x32\x19.rankbook.v1.StoredHolder\x12/\n\x0b\x63hange_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"1\n\x0cStoredHolder\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"z\n\x0bStoredLease\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tlease_key\x18\x02 \x01(\t\x12\x12\n\nttl_millis\x18\x03 \x01(\x04\x12$\n\x04uses\x18\x04 \x03(\x0b\x32\x16.rankbook.v1.StoredUse\x12\r\n\x05\x65nded\x18\x05 \x01(\x08\"-\n\tStoredUse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,15 +37,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOREDNAMESPACE']._serialized_start=129
   _globals['_STOREDNAMESPACE']._serialized_end=210
   _globals['_STOREDENGINE']._serialized_start=213
-  _globals['_STOREDENGINE']._serialized_end=892
-  _globals['_STOREDCORE']._serialized_start=894
-  _globals['_STOREDCORE']._serialized_end=1021
-  _globals['_STOREDSTART']._serialized_start=1023
-  _globals['_STOREDSTART']._serialized_end=1071
-  _globals['_STOREDWORKER']._serialized_start=1074
-  _globals['_STOREDWORKER']._serialized_end=1303
-  _globals['_STOREDHOLDER']._serialized_start=1305
-  _globals['_STOREDHOLDER']._serialized_end=1354
-  _globals['_STOREDLEASE']._serialized_start=1356
-  _globals['_STOREDLEASE']._serialized_end=1425
+  _globals['_STOREDENGINE']._serialized_end=893
+  _globals['_STOREDCORE']._serialized_start=895
+  _globals['_STOREDCORE']._serialized_end=1022
+  _globals['_STOREDSTART']._serialized_start=1024
+  _globals['_STOREDSTART']._serialized_end=1072
+  _globals['_STOREDWORKER']._serialized_start=1075
+  _globals['_STOREDWORKER']._serialized_end=1353
+  _globals['_STOREDHOLDER']._serialized_start=1355
+  _globals['_STOREDHOLDER']._serialized_end=1404
+  _globals['_STOREDLEASE']._serialized_start=1406
+  _globals['_STOREDLEASE']._serialized_end=1528
+  _globals['_STOREDUSE']._serialized_start=1530
+  _globals['_STOREDUSE']._serialized_end=1575
 # @@protoc_insertion_point(module_scope)

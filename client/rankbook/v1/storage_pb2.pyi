@@ -81,7 +81,7 @@ class StoredEngine(google.protobuf.message.Message):
     SUCCESSOR_FIELD_NUMBER: builtins.int
     RETIRED_ALIVE_FIELD_NUMBER: builtins.int
     GONE_TIME_FIELD_NUMBER: builtins.int
-    WRITE_TIME_FIELD_NUMBER: builtins.int
+    CHANGE_TIME_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version of this encoding: 1."""
     change_revision: builtins.int
@@ -147,8 +147,8 @@ class StoredEngine(google.protobuf.message.Message):
         """
 
     @property
-    def write_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When this head was last written."""
+    def change_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When this head last changed visibly."""
 
     def __init__(
         self,
@@ -174,10 +174,10 @@ class StoredEngine(google.protobuf.message.Message):
         successor: rankbook.v1.topology_pb2.Successor | None = ...,
         retired_alive: collections.abc.Iterable[google.protobuf.timestamp_pb2.Timestamp] | None = ...,
         gone_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        write_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        change_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["core", b"core", "drain", b"drain", "gone_time", b"gone_time", "layout", b"layout", "seal", b"seal", "start_time", b"start_time", "successor", b"successor", "write_time", b"write_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["change_revision", b"change_revision", "core", b"core", "dp_rank", b"dp_rank", "drain", b"drain", "epoch", b"epoch", "evicted", b"evicted", "generation", b"generation", "gone_time", b"gone_time", "group", b"group", "last_epoch", b"last_epoch", "layout", b"layout", "replica", b"replica", "retired_alive", b"retired_alive", "role", b"role", "seal", b"seal", "start_revision", b"start_revision", "start_time", b"start_time", "starts", b"starts", "successor", b"successor", "version", b"version", "was_complete", b"was_complete", "write_time", b"write_time"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["change_time", b"change_time", "core", b"core", "drain", b"drain", "gone_time", b"gone_time", "layout", b"layout", "seal", b"seal", "start_time", b"start_time", "successor", b"successor"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["change_revision", b"change_revision", "change_time", b"change_time", "core", b"core", "dp_rank", b"dp_rank", "drain", b"drain", "epoch", b"epoch", "evicted", b"evicted", "generation", b"generation", "gone_time", b"gone_time", "group", b"group", "last_epoch", b"last_epoch", "layout", b"layout", "replica", b"replica", "retired_alive", b"retired_alive", "role", b"role", "seal", b"seal", "start_revision", b"start_revision", "start_time", b"start_time", "starts", b"starts", "successor", b"successor", "version", b"version", "was_complete", b"was_complete"]) -> None: ...
 
 global___StoredEngine = StoredEngine
 
@@ -255,6 +255,7 @@ class StoredWorker(google.protobuf.message.Message):
     RECORD_DIGEST_FIELD_NUMBER: builtins.int
     ASLEEP_FIELD_NUMBER: builtins.int
     HOLDERS_FIELD_NUMBER: builtins.int
+    CHANGE_TIME_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version of this encoding: 1."""
     change_revision: builtins.int
@@ -277,6 +278,10 @@ class StoredWorker(google.protobuf.message.Message):
     def holders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StoredHolder]:
         """The holder, and the holders before it in this epoch, newest last; at most 8."""
 
+    @property
+    def change_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the slot last changed visibly."""
+
     def __init__(
         self,
         *,
@@ -289,9 +294,10 @@ class StoredWorker(google.protobuf.message.Message):
         record_digest: builtins.bytes = ...,
         asleep: builtins.bool = ...,
         holders: collections.abc.Iterable[global___StoredHolder] | None = ...,
+        change_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["asleep", b"asleep", "change_revision", b"change_revision", "epoch", b"epoch", "holders", b"holders", "lease_id", b"lease_id", "live", b"live", "record", b"record", "record_digest", b"record_digest", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["change_time", b"change_time", "record", b"record"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["asleep", b"asleep", "change_revision", b"change_revision", "change_time", b"change_time", "epoch", b"epoch", "holders", b"holders", "lease_id", b"lease_id", "live", b"live", "record", b"record", "record_digest", b"record_digest", "version", b"version"]) -> None: ...
 
 global___StoredWorker = StoredWorker
 
@@ -326,19 +332,53 @@ class StoredLease(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     LEASE_KEY_FIELD_NUMBER: builtins.int
     TTL_MILLIS_FIELD_NUMBER: builtins.int
+    USES_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version of this encoding: 1."""
     lease_key: builtins.str
     """The client's key."""
     ttl_millis: builtins.int
     """Granted time to live, in milliseconds."""
+    ended: builtins.bool
+    """The lease has ended and only waits for the rest of its records to go."""
+    @property
+    def uses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StoredUse]:
+        """The starts whose records it keeps or kept. The lease is fenced once all of
+        them are.
+        """
+
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         lease_key: builtins.str = ...,
         ttl_millis: builtins.int = ...,
+        uses: collections.abc.Iterable[global___StoredUse] | None = ...,
+        ended: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_key", b"lease_key", "ttl_millis", b"ttl_millis", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "lease_key", b"lease_key", "ttl_millis", b"ttl_millis", "uses", b"uses", "version", b"version"]) -> None: ...
 
 global___StoredLease = StoredLease
+
+@typing.final
+class StoredUse(google.protobuf.message.Message):
+    """A start that a lease keeps records of."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    """The engine."""
+    epoch: builtins.int
+    """The epoch of the start."""
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch"]) -> None: ...
+
+global___StoredUse = StoredUse

@@ -1,0 +1,57 @@
+"""The key layout of `proto/rankbook/v1/storage.proto`. Ids never hold a slash,
+so a prefix that ends in one never matches a longer name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Key", "SlotKey", "engine_key", "lease_key", "namespace_key", "parse_key", "worker_key"]
+
+SlotKey = tuple[int, int, int]
+"""(pp_rank, pcp_rank, tp_rank): sorts as the grid does."""
+
+
+class Key(NamedTuple):
+    """A parsed key: `kind` is one of "n", "e", "w", "l"."""
+
+    namespace: str
+    kind: str
+    name: str
+    slot: SlotKey | None
+
+
+def namespace_key(namespace: str) -> str:
+    """Key of a namespace's own facts."""
+    return f"{namespace}/n"
+
+
+def engine_key(namespace: str, engine_id: str) -> str:
+    """Key of an engine's head."""
+    return f"{namespace}/e/{engine_id}"
+
+
+def worker_key(namespace: str, engine_id: str, slot: SlotKey) -> str:
+    """Key of a slot."""
+    return f"{namespace}/w/{engine_id}/{slot[0]}.{slot[1]}.{slot[2]}"
+
+
+def lease_key(namespace: str, lease_id: str) -> str:
+    """Key of a lease."""
+    return f"{namespace}/l/{lease_id}"
+
+
+def parse_key(key: str) -> Key:
+    """Takes a key apart.
+
+    Raises:
+        ValueError: It is no key of this layout.
+    """
+    namespace, kind, *rest = key.split("/")
+    if kind == "n" and not rest:
+        return Key(namespace, kind, "", None)
+    if kind in ("e", "l") and len(rest) == 1:
+        return Key(namespace, kind, rest[0], None)
+    if kind == "w" and len(rest) == 2:
+        pp, pcp, tp = rest[1].split(".")
+        return Key(namespace, kind, rest[0], (int(pp), int(pcp), int(tp)))
+    raise ValueError(f"{key!r} is no key of a book")
