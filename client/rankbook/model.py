@@ -438,7 +438,11 @@ class LeaseStatus:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What a registration got."""
+    """What a registration got.
+
+    `sequence` is the last number used: a registration that was cut into
+    several took one for each, and the next write needs a higher one.
+    """
 
     lease: Lease
     epoch: int
@@ -446,6 +450,7 @@ class Registered:
     record_digests: tuple[bytes, ...]
     book_id: str = ""
     boot_id: str = ""
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,3 @@
+from typing import Any
+class AsyncWire:
+    def __init__(self, settings: Any) -> None: ...

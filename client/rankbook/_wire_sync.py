@@ -1,0 +1,3 @@
+from typing import Any
+class SyncWire:
+    def __init__(self, settings: Any) -> None: ...
