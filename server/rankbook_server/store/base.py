@@ -1,0 +1,179 @@
+"""What a server needs of a store: atomic commits, a snapshot, a watch, liveness.
+
+The words are etcd's, so that an embedded store and a distributed one keep the
+same promises; one suite of tests holds every store to them. A store knows
+nothing of engines: keys and values are opaque to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rankbook.errors import LimitExceeded, Reason, Unavailable
+from rankbook_server.core.ops import MAX_TXN_OPS, Commit, Entry, Txn
+
+__all__ = ["Compacted", "Liveness", "Snapshot", "Store", "check_txns", "not_open"]
+
+
+class Compacted(LookupError):
+    """The history a watch asked for is no longer kept: take a snapshot anew.
+
+    Attributes:
+        from_revision: What the watch had seen.
+        floor: The smallest revision a watch may resume from now.
+    """
+
+    def __init__(self, from_revision: int, floor: int) -> None:
+        super().__init__(
+            f"commits above revision {from_revision} are only kept above {floor}: "
+            f"take a snapshot and watch from its revision"
+        )
+        self.from_revision = from_revision
+        self.floor = floor
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All keys as they were at one revision."""
+
+    revision: int
+    """Revision of the book: the last one given out, also where it left no key."""
+    entries: tuple[Entry, ...]
+    """Every key, in order of the key's UTF-8 bytes."""
+
+
+class Liveness(Protocol):
+    """Which leases were heard of lately. Not part of the book's content.
+
+    An embedded store forgets this when it is closed, and a distributed one may
+    lose it in an outage: whoever removes records because a lease is away gives
+    each one a full time to live first.
+    """
+
+    async def touch(self, leases: Mapping[str, float]) -> None:
+        """Makes each lease live for so many seconds from now, also if that is sooner.
+
+        Args:
+            leases: Lease id to seconds, each above zero.
+
+        Raises:
+            ValueError: A time is zero, negative or not finite; none was touched.
+            Unavailable: The store is away or not open.
+        """
+
+    async def drop(self, lease_ids: Iterable[str]) -> None:
+        """Makes the leases not live; those that are not live already are ignored.
+
+        Raises:
+            Unavailable: The store is away or not open.
+        """
+
+    async def live(self) -> Mapping[str, float]:
+        """Returns each live lease with the seconds it has left, above zero.
+
+        Raises:
+            Unavailable: The store is away or not open.
+        """
+
+
+class Store(Liveness, Protocol):
+    """Where a book is kept. For one event loop; not thread-safe.
+
+    A constructor opens nothing. Calls before `open` and after `close` raise
+    `Unavailable`, except `close`. Whatever goes wrong with the medium is an
+    `Unavailable` with reason STORE_UNAVAILABLE, whose message says what
+    happened and what to do; the store works again by itself once the cause is
+    gone.
+    """
+
+    @property
+    def book_id(self) -> str:
+        """Made when the book was created; empty before the first `open`."""
+
+    @property
+    def description(self) -> str:
+        """The store's URL without secrets, for status and logs."""
+
+    async def open(self) -> None:
+        """Opens the book and creates it where there is none; no effect if open.
+
+        Raises:
+            Unavailable: It is locked by another server, is no book, is of a
+                newer version, or may not be read or written.
+        """
+
+    async def snapshot(self) -> Snapshot:
+        """Returns all keys at one revision.
+
+        Raises:
+            Unavailable: The store is away or not open.
+        """
+
+    async def commit(self, txns: Sequence[Txn]) -> list[int | None]:
+        """Commits a batch as one durable write.
+
+        Each transaction is atomic, sees those before it, and takes a revision
+        of its own, also where it has no operation; one whose compare fails
+        writes nothing and takes none, and the others go on. Where a key occurs
+        twice in a transaction its last operation counts.
+
+        Returns:
+            The revision of each, rising; None where a compare failed. What was
+            returned is kept.
+
+        Raises:
+            LimitExceeded: A transaction is over `MAX_TXN_OPS`; nothing was
+                written.
+            Unavailable: The store is away or not open. Nothing of the batch is
+                kept where the store is of one process; a distributed one may
+                have kept all of it. Take a snapshot to know.
+        """
+
+    def watch(self, from_revision: int) -> AsyncIterator[Commit]:
+        """Yields every commit above a revision, in order, each once, without end.
+
+        Ends quietly when the store is closed. Any number of watches may run; a
+        slow one costs no memory, and one that falls behind the history kept
+        ends with `Compacted`.
+
+        Raises:
+            Compacted: History above `from_revision` is gone; at the first step
+                or, for a watch that fell behind, at a later one.
+            Unavailable: The store is away or not open.
+        """
+
+    async def close(self) -> None:
+        """Lets go of everything; a second call has no effect."""
+
+
+def check_txns(txns: Sequence[Txn]) -> None:
+    """Holds a batch to the bounds of a transaction.
+
+    Raises:
+        LimitExceeded: A transaction has more operations or compares than
+            `MAX_TXN_OPS`.
+    """
+    for txn in txns:
+        if len(txn.ops) > MAX_TXN_OPS or len(txn.compares) > MAX_TXN_OPS:
+            what, count = "operations", len(txn.ops)
+            if count <= MAX_TXN_OPS:
+                what, count = "compares", len(txn.compares)
+            raise LimitExceeded(
+                f"a transaction has {count} {what} and may have {MAX_TXN_OPS}: split it",
+                metadata={
+                    "limit": f"{what} of a transaction",
+                    "value": count,
+                    "bound": MAX_TXN_OPS,
+                },
+            )
+
+
+def not_open(description: str) -> Unavailable:
+    """Builds the error of a call on a store that is not open."""
+    return Unavailable(
+        f"the store {description} is not open: open it, or use the one that took its place",
+        reason=Reason.STORE_UNAVAILABLE,
+        metadata={"store": description},
+    )

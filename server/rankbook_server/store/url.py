@@ -1,0 +1,93 @@
+"""Which store a URL means."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote
+
+import platformdirs
+
+from rankbook.errors import BadRequest
+
+from .base import Store
+from .memory import MemoryStore
+from .sqlite import SqliteStore
+
+__all__ = ["default_path", "open_store"]
+
+_KNOWN = "memory:, sqlite: (a book in the user's state folder) or sqlite:PATH[?sync=full]"
+
+
+def default_path() -> Path:
+    """Returns where the book of `sqlite:` lies: the user's state folder."""
+    return platformdirs.user_state_path("rankbook") / "book.db"
+
+
+def open_store(
+    url: str, clock: Callable[[], float], new_id: Callable[[], str] | None = None
+) -> Store:
+    """Builds the store of a URL; `Store.open` opens it.
+
+    Args:
+        url: `memory:`, `sqlite:` or `sqlite:PATH[?sync=full]`. PATH may be
+            relative to the working folder, start with `~`, and hold
+            percent-encoded characters (`%3F` for a question mark).
+        clock: Seconds on a clock that never goes back; for liveness.
+        new_id: Makes the id of a new book; by default 32 random hex digits.
+
+    Raises:
+        BadRequest: The URL means no store; the message names those there are.
+    """
+    new_id = new_id or _random_id
+    scheme, colon, rest = url.partition(":")
+    if not colon:
+        raise _bad(url, f"it has no scheme; did you mean sqlite:{url}?")
+    if scheme == "memory":
+        if rest:
+            raise _bad(url, "memory: takes nothing after the colon")
+        return MemoryStore(clock, new_id)
+    if scheme == "sqlite":
+        path, sync_full = _parse_sqlite(url, rest)
+        return SqliteStore(path, clock, new_id, sync_full=sync_full)
+    if scheme == "etcd":
+        # The rest may hold a password.
+        raise _bad("etcd:...", "a store on etcd comes with a later version")
+    raise _bad(f"{scheme}:...", "no store has this scheme")
+
+
+def _parse_sqlite(url: str, rest: str) -> tuple[Path, bool]:
+    encoded, _, query = rest.partition("?")
+    if encoded.startswith("//"):
+        host, slash, tail = encoded[2:].partition("/")
+        if host or not slash:
+            raise _bad(url, "a book lies on this machine: write sqlite:PATH, without a host")
+        encoded = "/" + tail
+    if encoded == ":memory:":
+        raise _bad(url, "for a book that is kept in memory and lost write memory:")
+    sync_full = False
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name != "sync":
+            raise _bad(url, f"there is no option {name!r}, only sync")
+        if value not in ("normal", "full"):
+            raise _bad(url, f"sync is normal or full, not {value!r}")
+        sync_full = value == "full"
+    path = unquote(encoded, errors="surrogateescape")
+    if "\0" in path:
+        raise _bad(url, "a path holds no zero byte")
+    if not path:
+        return default_path(), sync_full
+    return Path(os.path.abspath(os.path.expanduser(path))), sync_full
+
+
+def _bad(url: str, why: str) -> BadRequest:
+    return BadRequest(
+        f"the store {url!r} cannot be used: {why}. Stores are {_KNOWN}",
+        metadata={"field": "store", "value": url, "rule": _KNOWN},
+    )
+
+
+def _random_id() -> str:
+    return secrets.token_hex(16)
