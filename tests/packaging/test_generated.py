@@ -30,6 +30,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[descriptor_pb2.FileD
             "protoc",
             f"-I{ROOT / 'proto'}",
             f"-I{_google_include()}",
+            f"-I{Path(protoc.__file__).parent / '_proto'}",
             "--include_source_info",
             f"--descriptor_set_out={out}",
             *protos,
