@@ -1,0 +1,230 @@
+"""vLLM's connectors, signing in: set `kv_connector_module_path` to this module.
+
+Every in-tree connector is here under its own name, as a subclass that does what
+vLLM's does and publishes beside it:
+
+    --kv-transfer-config '{"kv_connector": "NixlPushConnector",
+        "kv_connector_module_path": "rankbook_vllm.connectors",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"rankbook": {"group": "prefill-a"}}}'
+
+The class keeps its name, because vLLM and routers look at names. Settings are
+in `rankbook_vllm.config`.
+
+With MultiConnector, load the MultiConnector from here and leave its children
+alone: one connector of a process signs in, and the first that asks is it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rankbook.errors import RankbookError
+from rankbook_vllm import _vllm, config
+from rankbook_vllm.publish import Publisher
+from rankbook_vllm.record import Facts
+from rankbook_vllm.seal import Note, check_grid
+from rankbook_vllm.sealing import Sealer
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as _Connector
+else:
+    _Connector = object
+
+logger = _vllm.logger
+
+_signing_in: weakref.WeakValueDictionary[tuple[str, str], RankbookMixin] = (
+    weakref.WeakValueDictionary()
+)
+"""The connector that signs in, by role and engine: a MultiConnector's children
+and their parent would otherwise all claim one slot."""
+
+# What vLLM's objects raise when a release changed what is read from them. Only
+# `required` makes an engine fail for that.
+_UNREADABLE = (RankbookError, AttributeError, LookupError, TypeError, ValueError)
+
+
+class RankbookMixin(_Connector):  # type: ignore[misc]
+    """What is added to a connector of vLLM's. Goes before it in the bases."""
+
+    _rankbook_base: type[Any]
+    """vLLM's class."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Builds vLLM's connector and, in a worker, agrees on this start's token.
+
+        Raises:
+            BadRequest: A rankbook setting is unknown or wrong.
+        """
+        transfer = vllm_config.kv_transfer_config
+        settings = config.load(transfer.kv_connector_extra_config.get("rankbook"), os.environ)
+        self._rankbook_publisher: Publisher | None = None
+        self._rankbook_sealer: Sealer | None = None
+        self._rankbook_notes: tuple[Note, ...] = ()
+        self._rankbook_args = (vllm_config, kv_cache_config)
+        self._rankbook_key = (str(role), str(transfer.engine_id))
+        signs_in = _signing_in.setdefault(self._rankbook_key, self) is self
+        super().__init__(vllm_config, role, kv_cache_config)
+        if not signs_in:
+            return
+        if _vllm.is_worker(role):
+            publisher = Publisher(settings, logger)
+            publisher.start = _vllm.agree_on_start(lambda: publisher.begin(transfer.engine_id))
+            self._rankbook_publisher = publisher
+        else:
+            self._rankbook_sealer = Sealer(
+                settings,
+                logger,
+                engine_id=transfer.engine_id,
+                connector=type(self).__name__,
+                addresses=_vllm.side_channel(self),
+                clock=time.perf_counter,  # the clock that NIXL's own listener answers with
+            )
+
+    # ------------------------------------------------------------------ worker
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Registers with vLLM's connector, then publishes this worker.
+
+        Raises:
+            RankbookError: The worker could not sign in, and `required` is set.
+        """
+        super().register_kv_caches(kv_caches)
+        vllm_config, kv_cache_config = self._rankbook_args
+        metadata = self._rankbook_metadata()
+        self._rankbook_publish(
+            lambda: _vllm.worker_facts(self, vllm_config, kv_cache_config, kv_caches, metadata)
+        )
+
+    def _rankbook_publish(self, read: Callable[[], Facts]) -> None:
+        publisher = self._rankbook_publisher
+        if publisher is None:
+            return
+        try:
+            note = publisher.publish(read())
+        except _UNREADABLE as error:
+            rank = self._rankbook_args[0].parallel_config.rank
+            note = publisher.failed(_vllm.slot(), rank, error)
+        self._rankbook_notes = _vllm.gather_over_pcp(note)
+
+    def _rankbook_metadata(self) -> Any:
+        return super().get_handshake_metadata()
+
+    def get_handshake_metadata(self) -> Any:
+        """vLLM's metadata, with rankbook's notes for the engine core."""
+        inner = self._rankbook_metadata()
+        if not self._rankbook_notes:
+            return inner
+        return _vllm.carrier(inner, self._rankbook_notes)
+
+    # ------------------------------------------------------------- engine core
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """Checks that the engine is whole, hands vLLM's metadata on, and seals.
+
+        vLLM calls this at start, and from 0.33 on after each wake-up.
+
+        Raises:
+            RankbookError: A worker is missing, claimed another's slot or holds
+                other layers than its stage; or the seal failed and `required`
+                is set.
+        """
+        notes, inner = _vllm.unpack(metadata)
+        sealer = self._rankbook_sealer
+        whole = None
+        if sealer is not None and (notes or not metadata):
+            served = {key: _vllm.handshake_of(value).payload for key, value in inner.items()}
+            whole = check_grid(notes, _vllm.engine_layout(self._rankbook_args[0]), served)
+        self._rankbook_hand_on(inner)
+        if sealer is None:
+            return
+        if whole is None:
+            sealer.cannot(
+                "the handshake metadata came without rankbook's notes: load the MultiConnector "
+                "from rankbook_vllm.connectors, not its children"
+            )
+        else:
+            sealer.seal(whole)
+
+    def _rankbook_hand_on(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """Gives vLLM's connector its metadata; leaves out who would refuse what it ignores."""
+        children = getattr(self, "sub_connectors", None)
+        for connector in children if children is not None else (self,):
+            base = getattr(type(connector), "_rankbook_base", type(connector))
+            if not _vllm.passes_guard(base, metadata):
+                logger.info(
+                    "rankbook: %s takes no handshake metadata; the engine's %d workers are "
+                    "published, and vLLM's guard against pipeline stages is not asked",
+                    type(connector).__name__,
+                    len(metadata),
+                )
+            elif connector is self:
+                super().set_xfer_handshake_metadata_pp_aware(metadata)
+            else:
+                connector.set_xfer_handshake_metadata_pp_aware(metadata)
+
+    # -------------------------------------------------------------------- both
+
+    def shutdown(self) -> None:
+        """Signs out at once, then shuts vLLM's connector down. May be called again."""
+        for part in (self._rankbook_publisher, self._rankbook_sealer):
+            if part is not None:
+                part.stop()
+        if _signing_in.get(self._rankbook_key) is self:
+            del _signing_in[self._rankbook_key]
+        super().shutdown()
+
+
+class SleepMixin(_Connector):  # type: ignore[misc]
+    """Sleep mode (vLLM 0.33): the KV cache goes and comes back, the worker stays."""
+
+    def unregister_kv_caches(self) -> None:
+        """Withdraws the payload from the book before the caches go."""
+        publisher = self._rankbook_publisher
+        if publisher is not None:
+            publisher.withdraw()
+        super().unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """Publishes what the connector has after the caches came back."""
+        super().restore_kv_caches()
+        publisher = self._rankbook_publisher
+        if publisher is not None and publisher.facts is not None:
+            facts, metadata = publisher.facts, self._rankbook_metadata()
+            self._rankbook_publish(
+                lambda: dataclasses.replace(facts, handshake=_vllm.handshake_of(metadata))
+            )
+
+
+_classes: dict[type[Any], type[Any]] = {}
+
+
+def _subclass(base: type[Any]) -> type[Any]:
+    if base not in _classes:
+        mixins: tuple[type[Any], ...] = (RankbookMixin,)
+        if hasattr(base, "unregister_kv_caches"):
+            mixins = (SleepMixin, *mixins)
+        members = {"__module__": __name__, "__doc__": base.__doc__, "_rankbook_base": base}
+        _classes[base] = types.new_class(
+            base.__name__, (*mixins, base), exec_body=lambda namespace: namespace.update(members)
+        )
+    return _classes[base]
+
+
+def __getattr__(name: str) -> type[Any]:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        base = _vllm.connector_class(name)
+    except ValueError:
+        raise AttributeError(
+            f"vLLM has no connector {name!r}: kv_connector takes the name of an in-tree "
+            f"connector when kv_connector_module_path is {__name__!r}"
+        ) from None
+    return _subclass(base)
