@@ -339,10 +339,10 @@ def _close_blocking(opened: _Open) -> None:
     try:
         if opened.commits is not None:
             opened.commits.shutdown(wait=True)
-        with contextlib.suppress(sqlite3.Error):
-            opened.side.close()
-            # The last one copies the log; what it cannot copy the next start does.
-            opened.connection.close()
+        # The last one copies the log; what it cannot copy the next start does.
+        for connection in (opened.side, opened.connection):
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
     finally:
         opened.lock.release()
 
