@@ -189,13 +189,11 @@ class StoredCore(google.protobuf.message.Message):
 
     RECORD_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
-    SEQUENCE_FIELD_NUMBER: builtins.int
+    HOLDERS_FIELD_NUMBER: builtins.int
     LIVE_FIELD_NUMBER: builtins.int
     WRITE_REVISION_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
     """The lease that keeps it."""
-    sequence: builtins.int
-    """The core process's last sequence."""
     live: builtins.bool
     """The lease lives; the record counts."""
     write_revision: builtins.int
@@ -204,17 +202,21 @@ class StoredCore(google.protobuf.message.Message):
     def record(self) -> rankbook.v1.record_pb2.CoreRecord:
         """The record."""
 
+    @property
+    def holders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StoredHolder]:
+        """The core process, and the ones before it in this epoch, newest last; at most 8."""
+
     def __init__(
         self,
         *,
         record: rankbook.v1.record_pb2.CoreRecord | None = ...,
         lease_id: builtins.str = ...,
-        sequence: builtins.int = ...,
+        holders: collections.abc.Iterable[global___StoredHolder] | None = ...,
         live: builtins.bool = ...,
         write_revision: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "live", b"live", "record", b"record", "sequence", b"sequence", "write_revision", b"write_revision"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holders", b"holders", "lease_id", b"lease_id", "live", b"live", "record", b"record", "write_revision", b"write_revision"]) -> None: ...
 
 global___StoredCore = StoredCore
 
