@@ -653,7 +653,7 @@ def status(namespace: str) -> Script[model.Status]:
 
 
 def shortened(call: Call, left_s: float) -> Call:
-    """The same call for a repeat with `left_s` seconds to its deadline: it waits no longer."""
+    """The same call for a repeat when `left_s` seconds of its long poll are left."""
     if not call.wait_s or left_s >= call.wait_s:
         return call
     request = type(call.request)()

@@ -1,0 +1,139 @@
+"""What both faces say to gRPC in the same words: method paths, and errors read back.
+
+Nothing of gRPC's own gets past here: a caller sees `rankbook.errors` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rankbook import v1
+from rankbook._calls import METHODS, Call
+from rankbook._channel import Endpoint, shown
+from rankbook._status import error_of_code, has_reason
+from rankbook.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    RankbookError,
+    Reason,
+    Unavailable,
+)
+
+__all__ = [
+    "Failure",
+    "Step",
+    "closed",
+    "deadline_passed",
+    "failure_of",
+    "multicallable",
+    "unreachable",
+]
+
+_DETAILS = "grpc-status-details-bin"
+
+
+class Failure(Exception):
+    """A send of a call that came to nothing; inside the client only."""
+
+    def __init__(self, error: RankbookError, *, sent: bool) -> None:
+        """Notes the error and whether the request may have reached a server."""
+        super().__init__(error.message)
+        self.error = error
+        self.sent = sent
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One message of a watch, folded; or the news that its stream broke."""
+
+    events: tuple[Any, ...] = ()
+    """What changed."""
+    synced: bool = False
+    """Whether everything up to now is in."""
+    error: RankbookError | None = None
+    """Why the stream broke; it is being resumed."""
+
+
+def multicallable(channel: Any, name: str, kind: str) -> Any:
+    """The channel's callable of an rpc; `kind` is "unary_unary" and the like."""
+    method = METHODS[name]
+    return getattr(channel, kind)(
+        f"/{_SERVICE}/{name}",
+        request_serializer=method.request.SerializeToString,
+        response_deserializer=method.reply.FromString,
+    )
+
+
+_SERVICE = "rankbook.v1.Registry"
+
+
+def _code_and_details(problem: Any) -> tuple[str, str, bytes | None]:
+    trailers = problem.trailing_metadata() or ()
+    details = next((value for key, value in trailers if key == _DETAILS), None)
+    return problem.code().name, problem.details() or "", details
+
+
+def failure_of(problem: Any, endpoint: Endpoint) -> Failure:
+    """What a failed rpc means. Transport troubles name the endpoint."""
+    code, text, details = _code_and_details(problem)
+    if has_reason(details):
+        error = error_of_code(code, text, details)
+        # A commit that failed may still have happened; any other answer is a no.
+        return Failure(error, sent=error.reason is Reason.STORE_UNAVAILABLE)
+    if code in ("UNAVAILABLE", "CANCELLED", "INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"):
+        return Failure(
+            Unavailable(
+                f"the registry at {endpoint} does not answer: {text or code}",
+                metadata={"endpoint": str(endpoint), "cause": text or code},
+            ),
+            sent=True,
+        )
+    return Failure(error_of_code(code, f"{endpoint}: {text}"), sent=False)
+
+
+def is_unimplemented(problem: Any) -> bool:
+    """Whether the server has no such rpc."""
+    code, _, details = _code_and_details(problem)
+    return code == "UNIMPLEMENTED" and not has_reason(details)
+
+
+def unreachable(endpoints: tuple[Endpoint, ...], waited_s: float, cause: str) -> Unavailable:
+    """No endpoint answered."""
+    return Unavailable(
+        f"no registry answers at {shown(endpoints)} within {waited_s:.3g} s"
+        + (f": {cause}" if cause else "")
+        + "; is rankbookd running, and is the address right?",
+        metadata={"endpoint": shown(endpoints), "waited_s": f"{waited_s:.3g}", "cause": cause},
+    )
+
+
+def deadline_passed(call: Call, timeout_s: float) -> DeadlineExceeded:
+    """The registry was reached and did not answer in time."""
+    return DeadlineExceeded(
+        f"{call.method} got no answer within {timeout_s:.3g} s; the registry may still do it",
+        metadata={"call": call.method, "timeout_s": f"{timeout_s:.3g}"},
+    )
+
+
+def closed() -> Cancelled:
+    """The client was closed."""
+    return Cancelled("the client is closed", metadata={"cause": "closed"})
+
+
+def forked(made: int, here: int) -> BadRequest:
+    """The client is used in another process than it was first used in."""
+    return BadRequest(
+        f"this client is of process {made} and used in process {here}: gRPC does not live "
+        "through a fork, make another client after it",
+        metadata={"field": "pid", "value": here, "rule": f"process {made}"},
+    )
+
+
+def resumed(request: v1.WatchRequest, resume: tuple[int, str]) -> v1.WatchRequest:
+    """The request that goes on where a watch is."""
+    following = v1.WatchRequest()
+    following.CopyFrom(request)
+    following.from_revision, following.book_id = resume
+    return following
