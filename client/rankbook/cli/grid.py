@@ -89,7 +89,8 @@ def draw(
         glyphs: Signs to draw with.
         wide: Also hosts, model and addresses.
     """
-    lines = [*_head(topology, now, glyphs, wide), Text()]
+    head = _head(topology, now, glyphs, wide)
+    lines = [*(part for line in head for part in _wrapped(line, width)), Text()]
     if topology.workers:
         lines += [*_grid(topology, width, glyphs, wide), Text()]
     lines += _words(topology, now, glyphs, width)

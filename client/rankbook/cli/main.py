@@ -104,7 +104,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stderr.write(help_.format_message() + "\n")
         return EXIT_USAGE
     except click.UsageError as usage:
-        return _usage(usage, _output(invocation, arguments))
+        return _usage(usage, _scanned_output(arguments))
     except click.ClickException as failure:
         _output(invocation, arguments).error(BadRequest(failure.format_message()))
         return failure.exit_code
@@ -134,7 +134,11 @@ def _output(invocation: Invocation, arguments: Sequence[str]) -> Output:
     try:
         return invocation.out
     except RankbookError:
-        pass
+        return _scanned_output(arguments)
+
+
+def _scanned_output(arguments: Sequence[str]) -> Output:
+    """The output of a run whose words did not parse, so that a flag may not have been read."""
     form = "json" if _wants_json(arguments, os.environ) else "table"
     return open_output(sys.stdout, sys.stderr, form, os.environ)
 

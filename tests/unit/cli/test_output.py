@@ -1,0 +1,136 @@
+"""Plain in a pipe, drawn on a terminal, JSON as one object."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+
+import pytest
+from rich.text import Text
+
+from rankbook.cli.output import Column, Output, Table, open_output
+from rankbook.errors import NotFound
+
+
+def output(form: str = "table", **changes: object) -> tuple[Output, io.StringIO, io.StringIO]:
+    out, err = io.StringIO(), io.StringIO()
+    settings: dict[str, object] = {
+        "terminal": False,
+        "stderr_terminal": False,
+        "unicode": False,
+        "color": False,
+        "width": 80,
+        **changes,
+    }
+    return Output(out, err, form=form, **settings), out, err  # type: ignore[arg-type]
+
+
+def sample() -> Table:
+    table = Table([Column("NAME"), Column("N", right=True), Column("NOTE")])
+    table.add("a", "1", Text("fine", style="green"))
+    table.add("long-name", "1000", "")
+    return table
+
+
+def test_a_piped_table_is_aligned_with_a_sign_for_nothing() -> None:
+    out, data, words = output()
+    out.table(sample())
+    assert data.getvalue() == (
+        "NAME          N  NOTE\n"  #
+        "a             1  fine\n"
+        "long-name  1000  -\n"
+    )
+    assert words.getvalue() == ""
+
+
+def test_a_table_on_a_terminal_is_coloured_and_without_colour_has_no_escapes() -> None:
+    out, data, _ = output(terminal=True, unicode=True, color=True)
+    out.table(sample())
+    assert "\x1b[32mfine" in data.getvalue()
+    out, data, _ = output(terminal=True, unicode=True, color=False)
+    out.table(sample())
+    assert "\x1b" not in data.getvalue()
+    assert "fine" in data.getvalue()
+
+
+def test_json_is_one_object_on_one_line_and_indented_on_a_terminal() -> None:
+    out, data, _ = output("json")
+    out.json({"b": 1, "a": [1, 2]})
+    assert data.getvalue() == '{"b": 1, "a": [1, 2]}\n'
+    out, data, _ = output("json", terminal=True)
+    out.json({"b": 1})
+    assert data.getvalue() == '{\n  "b": 1\n}\n'
+
+
+def test_an_error_is_words_on_stderr_and_an_object_on_stdout_only_in_json() -> None:
+    error = NotFound("no engine e", metadata={"engine_id": "e"})
+    out, data, words = output()
+    out.error(error)
+    assert data.getvalue() == ""
+    assert words.getvalue() == "rankbook: no engine e [ENGINE_NOT_FOUND]\n"
+    out, data, words = output("json")
+    out.error(error)
+    assert json.loads(data.getvalue()) == {
+        "error": {
+            "reason": "ENGINE_NOT_FOUND",
+            "message": "no engine e",
+            "metadata": {"engine_id": "e"},
+            "code": "NOT_FOUND",
+        }
+    }
+    assert words.getvalue() == "rankbook: no engine e [ENGINE_NOT_FOUND]\n"
+
+
+def test_progress_is_for_terminals_only() -> None:
+    out, _, words = output()
+    out.progress("waiting")
+    out.progress_done()
+    assert words.getvalue() == ""
+    out, data, words = output(stderr_terminal=True)
+    out.progress("waiting")
+    assert "waiting" in words.getvalue()
+    assert data.getvalue() == ""
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        out = Output(
+            pipe,
+            io.StringIO(),
+            form="table",
+            terminal=False,
+            stderr_terminal=False,
+            unicode=False,
+            color=False,
+            width=80,
+        )
+        out.lines(["one"])
+        assert out.reader_left
+        out.lines(["two"])
+
+
+@pytest.mark.parametrize(
+    ("environ", "color"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_colour_needs_a_terminal_that_wants_it(environ: dict[str, str], color: bool) -> None:
+    class Terminal(io.StringIO):
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return True
+
+    assert open_output(Terminal(), io.StringIO(), "table", environ).color is color
+    assert not open_output(io.StringIO(), io.StringIO(), "table", environ).color
+
+
+def test_a_terminal_that_cannot_write_unicode_gets_ascii() -> None:
+    class Terminal(io.StringIO):
+        encoding = "ascii"
+
+        def isatty(self) -> bool:
+            return True
+
+    assert not open_output(Terminal(), io.StringIO(), "table", {}).unicode
