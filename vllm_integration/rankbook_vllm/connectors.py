@@ -205,7 +205,7 @@ class SleepMixin(_Connector):  # type: ignore[misc]
 _classes: dict[type[Any], type[Any]] = {}
 
 
-def _subclass(base: type[Any]) -> type[Any]:
+def subclass(base: type[Any]) -> type[Any]:
     if base not in _classes:
         mixins: tuple[type[Any], ...] = (RankbookMixin,)
         if hasattr(base, "unregister_kv_caches"):
@@ -227,4 +227,4 @@ def __getattr__(name: str) -> type[Any]:
             f"vLLM has no connector {name!r}: kv_connector takes the name of an in-tree "
             f"connector when kv_connector_module_path is {__name__!r}"
         ) from None
-    return _subclass(base)
+    return subclass(base)
