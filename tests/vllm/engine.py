@@ -44,9 +44,11 @@ class Registry:
     def __init__(self, folder: Path, port: int = 0) -> None:
         """Starts it and waits until it serves."""
         ready = folder / f"ready-{time.monotonic_ns()}.json"
+        command = [sys.executable, "-m", "rankbook_server.app", "--store", "memory:"]
+        command += ["--listen", f"127.0.0.1:{port}", "--http", "127.0.0.1:0"]
+        command += ["--ready-file", str(ready)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rankbook_server.app", "--listen", f"127.0.0.1:{port}"]
-            + ["--http", "127.0.0.1:0", "--store", "memory:", "--ready-file", str(ready)],
+            command,
             stdout=(folder / "rankbookd.log").open("ab"),
             stderr=subprocess.STDOUT,
         )

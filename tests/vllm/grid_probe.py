@@ -75,7 +75,7 @@ def main() -> None:
     os.close(writer)
     failed = [child for child in children if os.waitpid(child, 0)[1] != 0]
     with os.fdopen(reader) as lines:
-        print(json.dumps([json.loads(line) for line in lines]))
+        sys.stdout.write(json.dumps([json.loads(line) for line in lines]) + "\n")
     sys.exit(bool(failed))
 
 

@@ -12,13 +12,14 @@ from tests.vllm.engine import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
+PROBE = str(Path(__file__).with_name("grid_probe.py"))
+
 
 @pytest.fixture(scope="module")
 def ranks():
     """What every rank of a 2 x 2 x 2 grid (pp, pcp, tp) got."""
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("grid_probe.py")), "2", "2", "2"]
-        + [str(free_port())],
+        [sys.executable, PROBE, "2", "2", "2", str(free_port())],
         env=dict(os.environ, VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo"),
         capture_output=True,
         text=True,
