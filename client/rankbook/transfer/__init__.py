@@ -24,7 +24,6 @@ from rankbook.transfer.fit import TransferMode
 from rankbook.transfer.layers import partition_layers
 from rankbook.transfer.peers import Comparison, FactorDifference, Incompatibility, PeerSide
 from rankbook.transfer.plan import (
-    MAX_PLAN_ENTRIES,
     ConsumerPlan,
     Plan,
     ProducerPlan,
@@ -36,7 +35,6 @@ from rankbook.transfer.sides import ExtraLayer, PlanSide, absent_extra_layers
 from rankbook.transfer.topology import EngineTransferInfo, TransferTopology
 
 __all__ = [
-    "MAX_PLAN_ENTRIES",
     "Comparison",
     "ConsumerPlan",
     "EngineTransferInfo",
