@@ -1,0 +1,1 @@
+"""The small web side: health for probes, metrics for Prometheus."""

@@ -1,0 +1,162 @@
+"""Plans and comparisons over engines of the book: the transfer room's functions,
+given what the records say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rankbook import v1
+from rankbook.convert import from_json
+from rankbook.errors import TransferError
+from rankbook.transfer import (
+    ExtraLayer,
+    PeerSide,
+    PlanSide,
+    TransferMode,
+    compare_peers,
+    plan_transfer,
+)
+
+__all__ = ["compare", "plan"]
+
+_MODES = {v1.TRANSFER_MODE_PULL: TransferMode.PULL, v1.TRANSFER_MODE_PUSH: TransferMode.PUSH}
+
+
+def _stages(engine: v1.Engine) -> tuple[tuple[int, int], ...]:
+    return tuple((stage.start_layer, stage.end_layer) for stage in engine.stages)
+
+
+def _extra(records: Sequence[v1.WorkerRecord]) -> tuple[ExtraLayer, ...]:
+    found = {
+        (extra.index, record.slot.pp_rank): extra.kind
+        for record in records
+        for extra in record.layers.extra
+    }
+    return tuple(
+        ExtraLayer(index, pp_rank, v1.LayerKind.Name(kind).removeprefix("LAYER_KIND_"))
+        for (index, pp_rank), kind in sorted(found.items())
+    )
+
+
+def _plan_side(engine: v1.Engine, records: Sequence[v1.WorkerRecord]) -> PlanSide:
+    first = records[0]
+    return PlanSide(
+        engine_id=engine.engine_id,
+        tp_size=engine.layout.tp_size,
+        stages=_stages(engine),
+        num_layers=engine.layout.num_layers,
+        total_num_kv_heads=first.model.total_num_kv_heads,
+        is_mla=first.model.is_mla,
+        block_size=first.kv.block_size,
+        pcp_size=engine.layout.pcp_size or 1,
+        dcp_size=engine.layout.dcp_size or 1,
+        extra=_extra(records),
+    )
+
+
+def _stated_mode(record: v1.WorkerRecord) -> TransferMode:
+    stated = record.compat.factors.get("transfer_mode", "").lower()
+    return TransferMode.PUSH if stated == TransferMode.PUSH else TransferMode.PULL
+
+
+def plan(
+    producer: v1.Engine,
+    producer_records: Sequence[v1.WorkerRecord],
+    consumer: v1.Engine | v1.ConsumerLayout,
+    consumer_records: Sequence[v1.WorkerRecord],
+    mode: v1.TransferMode.ValueType,
+) -> v1.PlanTransferResponse:
+    """Plans a transfer.
+
+    Args:
+        producer: An engine with every slot filled.
+        producer_records: Its workers in slot order.
+        consumer: Such an engine, or sizes only.
+        consumer_records: Its workers in slot order; empty for sizes.
+        mode: Who starts it; unspecified takes what the producer states, else pull.
+
+    Raises:
+        TransferError: No plan exists between the two.
+        BadRequest: A size is below 1.
+    """
+    chosen = _MODES.get(mode) or _stated_mode(producer_records[0])
+    side = _plan_side(producer, producer_records)
+    if isinstance(consumer, v1.ConsumerLayout):
+        other = PlanSide.for_layout(
+            side,
+            tp_size=consumer.tp_size,
+            pp_size=consumer.pp_size,
+            layers=tuple(consumer.layers),
+            dcp_size=consumer.dcp_size,
+        )
+        consumer_revision = 0
+    else:
+        other = _plan_side(consumer, consumer_records)
+        consumer_revision = consumer.revision
+    found = plan_transfer(side, other, chosen)
+    push = chosen is TransferMode.PUSH
+    return v1.PlanTransferResponse(
+        plan=from_json(found.as_dict(), v1.Plan),
+        mode=v1.TRANSFER_MODE_PUSH if push else v1.TRANSFER_MODE_PULL,
+        producer_revision=producer.revision,
+        consumer_revision=consumer_revision,
+    )
+
+
+def _peer_side(engine: v1.Engine, records: Sequence[v1.WorkerRecord]) -> PeerSide:
+    first = records[0]
+    factors = dict(first.compat.factors)
+    return PeerSide(
+        engine_id=engine.engine_id,
+        role=v1.Role.Name(engine.role).removeprefix("ROLE_"),
+        connector=engine.core.connector,
+        handshake_format=first.handshake.format,
+        pp_size=engine.layout.pp_size,
+        tp_size=engine.layout.tp_size,
+        pcp_size=engine.layout.pcp_size or 1,
+        dcp_size=engine.layout.dcp_size or 1,
+        num_layers=engine.layout.num_layers,
+        stages=_stages(engine),
+        extra=_extra(records),
+        model=first.model.name,
+        dtype=first.model.dtype,
+        kv_cache_dtype=first.model.kv_cache_dtype,
+        total_num_kv_heads=first.model.total_num_kv_heads,
+        head_size=first.model.head_size,
+        is_mla=first.model.is_mla,
+        block_size=first.kv.block_size,
+        kv_layout=first.kv.layout,
+        attention_backend=first.kv.attention_backend,
+        compat_hashes=frozenset(engine.compat_hashes),
+        factors=factors,
+        enforce_compat=factors.get("enforce_handshake_compat", "true").lower() != "false",
+        permute_kv=factors.get("enable_permute_local_kv", "false").lower() == "true",
+    )
+
+
+def compare(
+    producer: v1.Engine,
+    producer_records: Sequence[v1.WorkerRecord],
+    consumer: v1.Engine,
+    consumer_records: Sequence[v1.WorkerRecord],
+) -> v1.ComparePeersResponse:
+    """Compares two engines with every slot filled as producer and consumer."""
+    try:
+        verdict = compare_peers(
+            _peer_side(producer, producer_records), _peer_side(consumer, consumer_records)
+        ).as_dict()
+    except TransferError as error:
+        # A side that no plan can be made for is a broken rule, not a failed comparison.
+        verdict = {
+            "compatible": False,
+            "reasons": [
+                {
+                    "reason": error.reason.value,
+                    "message": error.message,
+                    "producer": producer.engine_id,
+                    "consumer": consumer.engine_id,
+                }
+            ],
+            "factors": [],
+        }
+    return v1.ComparePeersResponse(comparison=from_json(verdict, v1.Comparison))

@@ -1,0 +1,553 @@
+"""The one writer: every change of a book goes through here, one after another.
+
+Theory of operation. Commands queue up; once a loop turn the writer takes all
+that are there, lets the core decide each on the state that the ones before it
+leave, folds what was decided into the books at once, and commits everything
+as one group. Only after the commit are changes published and replies given,
+errors included: what a command saw may still have been undone. A commit that
+fails is undone by reading the books anew from the store.
+
+Between fold and commit a book holds what is not yet kept. Readers therefore
+call `settle` first, which waits for that short while.
+
+Time. A timer ticks four times a second. A tick that comes much too late means
+that this process did not run, so every lease gets a full time to live before
+anything expires (rule 8); every batch checks this too, since it may run before
+the late tick does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from rankbook.errors import Overloaded, RankbookError, Reason, Unavailable
+from rankbook_server.clock import Clock
+from rankbook_server.core.book import Book
+from rankbook_server.core.decision import Decision, Instant, Note
+from rankbook_server.core.fold import BookLimits
+from rankbook_server.core.ops import Put, Txn
+from rankbook_server.store.base import Store
+
+__all__ = ["Listener", "Registry", "RegistryLimits"]
+
+R = TypeVar("R")
+Decide = Callable[[Book, Instant], "Decision[R]"]
+Step = Callable[[Book, Instant], "Decision[None] | None"]
+
+_MAX_BATCH_COMMANDS = 512
+_MAX_BATCH_TXNS = 1024
+_STEPS_A_TURN = 64
+_RETRY_S = (0.25, 0.5, 1.0, 2.0)
+
+
+class Listener(Protocol):
+    """Is told of committed changes, inside the loop; must not block."""
+
+    def changed(self, namespace: str, engine_ids: Iterable[str], since: int) -> None:
+        """Engines of a namespace changed, none before the revision `since`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryLimits:
+    """Bounds and periods of the writer."""
+
+    book: BookLimits
+    """Bounds of one namespace."""
+    max_namespaces: int = 1024
+    """Most namespaces with anything in them."""
+    max_queued: int = 16_384
+    """Most commands that wait for the writer."""
+    tick_s: float = 0.25
+    """How often leases are looked at."""
+    stall_s: float = 1.0
+    """How late a tick may be before this process counts as stalled."""
+    sweep_s: float = 10.0
+    """How often what may be forgotten is looked for."""
+
+
+@dataclass(slots=True)
+class _Command:
+    namespace: str
+    decide: Decide[Any] | None
+    step: Step | None
+    future: asyncio.Future[Any]
+    name: str
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What a decided command will be told once the batch is kept."""
+
+    future: asyncio.Future[Any]
+    decision: Decision[Any] | None
+    error: BaseException | None
+    revision: int
+
+
+class Registry:
+    """Books by namespace over one store. For one event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        limits: RegistryLimits,
+        contain: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        """Opens nothing.
+
+        Args:
+            store: Where the book is kept.
+            clock: Time and ids.
+            limits: Bounds and periods.
+            contain: Turns a fault inside a decision into a RankbookError.
+        """
+        self._store = store
+        self._clock = clock
+        self._limits = limits
+        self._contain = contain
+        self._log = structlog.get_logger("rankbook.registry")
+        self._audit = structlog.get_logger("rankbook.audit")
+        self._books: dict[str, Book] = {}
+        self._queue: deque[_Command] = deque()
+        self._wake: asyncio.Future[None] | None = None
+        self._in_flight: asyncio.Future[None] | None = None
+        self._unsettled: set[str] = set()
+        self._listeners: list[Listener] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last_tick_s = 0.0
+        self._next_sweep_s = 0.0
+        self._retries = 0
+        self._recovering = False
+        self._touch: dict[str, float] = {}
+        self._drop: set[str] = set()
+        self._closing = False
+        self.revision = 0
+        """Revision of the last commit."""
+        self.loaded_revision = 0
+        """Revision at which this process read the book."""
+        self.boot_id = clock.new_id()
+        """Names this life of the server."""
+        self.started_s = clock.unix()
+        """When this life began, in seconds since 1970."""
+        self.available = False
+        """Whether writes can be taken now."""
+        self.on_available: Callable[[bool], None] = lambda _: None
+        """Called when `available` changes."""
+
+    # ------------------------------------------------------------- life cycle
+
+    async def open(self) -> None:
+        """Opens the store and reads the book.
+
+        Raises:
+            Unavailable: The store cannot be opened; the message says what to do.
+        """
+        await self._store.open()
+        await self._load()
+        self.loaded_revision = self.revision
+        self._set_available(True)
+
+    def start(self) -> None:
+        """Starts the writer and the timer; `open` came before."""
+        self._last_tick_s = self._clock.mono()
+        self._next_sweep_s = self._last_tick_s + self._limits.sweep_s
+        self._tasks = [
+            asyncio.create_task(self._write_loop(), name="registry-writer"),
+            asyncio.create_task(self._tick_loop(), name="registry-timer"),
+        ]
+
+    async def close(self) -> None:
+        """Lets the running batch finish, fails what is still queued, closes the store."""
+        self._closing = True
+        if self._in_flight is not None:
+            await asyncio.wait([self._in_flight], timeout=5.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for command in self._queue:
+            self._fail(command.future, self._shutting_down())
+        self._queue.clear()
+        await self._store.close()
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Tasks whose end, before `close`, is a fault."""
+        return self._tasks
+
+    def subscribe(self, listener: Listener) -> None:
+        """Has a listener told of every later change."""
+        self._listeners.append(listener)
+
+    # ---------------------------------------------------------------- reading
+
+    @property
+    def book_id(self) -> str:
+        """Names the book."""
+        return self._store.book_id
+
+    @property
+    def store_description(self) -> str:
+        """The store's URL without secrets."""
+        return self._store.description
+
+    def book(self, namespace: str) -> Book:
+        """The namespace's book, an empty one where nothing was written. Read only."""
+        return self._books.get(namespace) or self._new_book(namespace)
+
+    def namespaces(self) -> list[str]:
+        """Namespaces with anything in them."""
+        return sorted(self._books)
+
+    @property
+    def leases_alive(self) -> int:
+        """Leases of all namespaces."""
+        return sum(book.leases_alive for book in self._books.values())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `settle` would wait or fail now."""
+        return self._in_flight is not None or bool(self._unsettled)
+
+    async def settle(self, namespace: str) -> None:
+        """Returns once the namespace's book holds nothing that is not committed.
+
+        What the caller reads before it next awaits is committed.
+
+        Raises:
+            Unavailable: A commit failed and the store cannot be read to undo it.
+        """
+        while self._in_flight is not None:
+            await asyncio.shield(self._in_flight)
+        if namespace in self._unsettled:
+            raise self._store_away()
+
+    # ---------------------------------------------------------------- writing
+
+    def submit(self, name: str, namespace: str, decide: Decide[R]) -> asyncio.Future[R]:
+        """Queues a command; its future gets the reply, or a RankbookError.
+
+        Cancelling the future before the command is decided undoes it.
+
+        Args:
+            name: The call, for logs.
+            namespace: The book it is for.
+            decide: Asks the book.
+        """
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        if self._closing:
+            self._fail(future, self._shutting_down())
+        elif not self.available:
+            self._fail(future, self._store_away())
+        elif len(self._queue) >= self._limits.max_queued:
+            bound = self._limits.max_queued
+            self._fail(
+                future,
+                Overloaded(
+                    f"{bound} writes wait already, the most this server holds: try again later",
+                    reason=Reason.TOO_MANY_CALLS,
+                    metadata={"limit": "queued writes", "bound": bound},
+                ),
+            )
+        else:
+            self._enqueue(_Command(namespace, decide, None, future, name))
+        return future
+
+    def note_renewed(self, leases: Mapping[str, float]) -> None:
+        """Tells the store, with the next tick, how long these leases live now."""
+        self._touch.update(leases)
+
+    def now(self) -> Instant:
+        """The instant to decide with; a stall is made good first."""
+        now = self._clock.now()
+        late_s = now.mono_s - self._last_tick_s - self._limits.tick_s
+        if self._last_tick_s and late_s > self._limits.stall_s:
+            self._log.warning(
+                "this process did not run for a while; every lease gets a full time to live",
+                late_s=round(late_s, 3),
+            )
+            self._grant_grace(now)
+            self._last_tick_s = now.mono_s
+        return now
+
+    # ------------------------------------------------------------- the writer
+
+    def _enqueue(self, command: _Command) -> None:
+        self._queue.append(command)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def _write_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self._queue:
+                self._wake = loop.create_future()
+                await self._wake
+            await self._run_batch()
+
+    async def _run_batch(self) -> None:
+        now = self.now()
+        revision = self.revision
+        txns: list[Txn] = []
+        outcomes: list[_Outcome] = []
+        notes: list[tuple[str, Note]] = []
+        namespaces: set[str] = set()
+        taken = 0
+        while self._queue and taken < _MAX_BATCH_COMMANDS and len(txns) < _MAX_BATCH_TXNS:
+            command = self._queue.popleft()
+            taken += 1
+            if command.future.done():
+                continue
+            if not self.available:
+                self._fail(command.future, self._store_away())
+                continue
+            book = self._books.get(command.namespace) or self._new_book(command.namespace)
+            book.clock_s = now.mono_s
+            steps = 0
+            decision: Decision[Any] | None
+            while True:
+                try:
+                    with self._contain(command.name):
+                        if command.step is not None:
+                            decision = command.step(book, now)
+                        else:
+                            assert command.decide is not None
+                            decision = command.decide(book, now)
+                        if decision is not None and decision.txn is not None:
+                            self._admit(book)
+                except RankbookError as error:
+                    outcomes.append(_Outcome(command.future, None, error, revision))
+                    break
+                if decision is not None and decision.txn is not None:
+                    revision += 1
+                    txns.append(decision.txn)
+                    self._fold(book, decision.txn, revision)
+                    namespaces.add(command.namespace)
+                    notes.extend((command.namespace, note) for note in decision.notes)
+                if command.step is None:
+                    outcomes.append(_Outcome(command.future, decision, None, revision))
+                    break
+                steps += 1
+                if decision is None:
+                    outcomes.append(_Outcome(command.future, None, None, revision))
+                    break
+                if steps == _STEPS_A_TURN:
+                    # The rest takes its turn behind the calls that wait.
+                    self._queue.append(command)
+                    break
+        if txns and not await self._commit(txns, revision, namespaces, outcomes):
+            return
+        for namespace, note in notes:
+            self._audit.info(note.event, namespace=namespace, **note.fields)
+        self._publish(namespaces, revision - len(txns) + 1)
+        for outcome in outcomes:
+            self._resolve(outcome)
+
+    def _fold(self, book: Book, txn: Txn, revision: int) -> None:
+        for op in txn.ops:
+            book.apply(op, revision)
+            if "/l/" in op.key:
+                lease_id = op.key.rpartition("/")[2]
+                if isinstance(op, Put):
+                    self._drop.discard(lease_id)
+                    self._touch[lease_id] = book.leases[lease_id].ttl_s
+                else:
+                    self._touch.pop(lease_id, None)
+                    self._drop.add(lease_id)
+
+    def _admit(self, book: Book) -> None:
+        """Lets a namespace in with its first write."""
+        if book.namespace in self._books:
+            return
+        bound = self._limits.max_namespaces
+        if len(self._books) >= bound:
+            raise Overloaded(
+                f"namespace {book.namespace} would be one more than the {bound} this server "
+                "holds: use an existing one, or raise --max-namespaces",
+                reason=Reason.TOO_MANY_ENGINES,
+                metadata={"limit": "namespaces", "bound": bound, "namespace": book.namespace},
+            )
+        self._books[book.namespace] = book
+
+    async def _commit(
+        self, txns: list[Txn], revision: int, namespaces: set[str], outcomes: list[_Outcome]
+    ) -> bool:
+        expected = list(range(revision - len(txns) + 1, revision + 1))
+        self._in_flight = asyncio.get_running_loop().create_future()
+        self._unsettled |= namespaces
+        try:
+            revisions = await self._store.commit(txns)
+            if revisions == expected:
+                self.revision = revision
+                self._unsettled -= namespaces
+                return True
+            failure = Unavailable(
+                "another server writes into this book: the book is read anew, try again",
+                reason=Reason.STORE_UNAVAILABLE,
+                metadata={"store": self._store.description},
+            )
+        except Unavailable as error:
+            failure = error
+        finally:
+            in_flight, self._in_flight = self._in_flight, None
+            in_flight.set_result(None)
+        self._log.error("a commit failed", error=failure.message)
+        self._set_available(False)
+        self._recovering = True
+        for outcome in outcomes:
+            self._fail(outcome.future, failure)
+        await self._recover()
+        return False
+
+    def _resolve(self, outcome: _Outcome) -> None:
+        if outcome.error is not None:
+            self._fail(outcome.future, outcome.error)
+        elif not outcome.future.done():
+            decision = outcome.decision
+            outcome.future.set_result(decision.reply(outcome.revision) if decision else None)
+
+    @staticmethod
+    def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+        if not future.done():
+            future.set_exception(error)
+            # Whoever asked may have left; then nobody need hear of it.
+            future.exception()
+
+    def _publish(self, namespaces: Iterable[str], since: int) -> None:
+        for namespace in namespaces:
+            touched = self._books[namespace].take_touched()
+            for listener in self._listeners:
+                listener.changed(namespace, touched, since)
+
+    # ------------------------------------------------------------ load, undo
+
+    def _new_book(self, namespace: str) -> Book:
+        book = Book(namespace, new_id=self._clock.new_id, limits=self._limits.book)
+        book.clock_s = self._clock.mono()
+        return book
+
+    async def _load(self) -> None:
+        snapshot = await self._store.snapshot()
+        books: dict[str, Book] = {}
+        for entry in snapshot.entries:
+            namespace = entry.key.partition("/")[0]
+            book = books.get(namespace)
+            if book is None:
+                book = books[namespace] = self._new_book(namespace)
+            book.apply(Put(entry.key, entry.value), entry.revision)
+        before, since = self._books, self.revision + 1
+        self._books = books
+        self.revision = max(self.revision, snapshot.revision)
+        now = self._clock.now()
+        for book in books.values():
+            book.link_leases()
+        self._grant_grace(now)
+        self._unsettled.clear()
+        for namespace in {*before, *books}:
+            book = books.get(namespace) or self._new_book(namespace)
+            book.take_touched()
+            engine_ids = {*before[namespace].engines} if namespace in before else set()
+            engine_ids |= {*book.engines}
+            for listener in self._listeners:
+                listener.changed(namespace, engine_ids, since)
+
+    async def _recover(self) -> None:
+        """Reads the book anew after a failed commit; the timer tries again."""
+        self._recovering = True
+        try:
+            await self._load()
+        except Unavailable as error:
+            self._log.warning("the store is away", error=error.message)
+            return
+        finally:
+            self._recovering = False
+        self._retries = 0
+        self._set_available(True)
+        self._log.info("the store is back", revision=self.revision)
+
+    def _set_available(self, available: bool) -> None:
+        if available != self.available:
+            self.available = available
+            self.on_available(available)
+
+    def _grant_grace(self, now: Instant) -> None:
+        for book in self._books.values():
+            book.grant_grace(now)
+
+    # --------------------------------------------------------------- the timer
+
+    async def _tick_loop(self) -> None:
+        retry_s = 0.0
+        while True:
+            await asyncio.sleep(self._limits.tick_s)
+            now = self.now()
+            self._last_tick_s = now.mono_s
+            if not self.available:
+                if now.mono_s >= retry_s and not self._recovering:
+                    retry_s = now.mono_s + _RETRY_S[min(self._retries, len(_RETRY_S) - 1)]
+                    self._retries += 1
+                    await self._recover()
+                continue
+            self._housekeep(now)
+            await self._tell_liveness()
+
+    def _housekeep(self, now: Instant) -> None:
+        loop = asyncio.get_running_loop()
+        queued = {(c.namespace, c.name) for c in self._queue if c.step is not None}
+        sweep = now.mono_s >= self._next_sweep_s
+        if sweep:
+            self._next_sweep_s = now.mono_s + self._limits.sweep_s
+        for namespace, book in self._books.items():
+            deadline = book.next_deadline()
+            if deadline is not None and deadline <= now.mono_s:
+                self._enqueue_step(loop, namespace, "expire", Book.expire, queued)
+            if sweep:
+                self._enqueue_step(loop, namespace, "sweep", Book.sweep, queued)
+
+    def _enqueue_step(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        namespace: str,
+        name: str,
+        step: Step,
+        queued: set[tuple[str, str]],
+    ) -> None:
+        if (namespace, name) not in queued:
+            self._enqueue(_Command(namespace, None, step, loop.create_future(), name))
+
+    async def _tell_liveness(self) -> None:
+        touch, self._touch = self._touch, {}
+        drop, self._drop = self._drop, set()
+        try:
+            if touch:
+                await self._store.touch(touch)
+            if drop:
+                await self._store.drop(drop)
+        except Unavailable as error:
+            self._touch = {**touch, **self._touch}
+            self._drop |= drop
+            self._log.warning("liveness was not told to the store", error=error.message)
+
+    # ------------------------------------------------------------------ errors
+
+    def _store_away(self) -> Unavailable:
+        return Unavailable(
+            f"the store {self._store.description} is away: what was acknowledged is kept, "
+            "try again later",
+            reason=Reason.STORE_UNAVAILABLE,
+            metadata={"store": self._store.description},
+        )
+
+    @staticmethod
+    def _shutting_down() -> Unavailable:
+        return Unavailable(
+            "the server is shutting down: try again, or at another one",
+            reason=Reason.SHUTTING_DOWN,
+        )

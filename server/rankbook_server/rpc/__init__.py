@@ -1,0 +1,1 @@
+"""The thin layer between gRPC and the registry."""

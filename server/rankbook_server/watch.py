@@ -1,0 +1,347 @@
+"""Watches: state sync, not a log.
+
+Theory of operation. A watcher remembers which engines its client has, each at
+which revision, and which of them changed since (`dirty`); both are bounded by
+the number of engines. When its client takes the next message, it is made from
+the newest state of what is dirty, so a slow client skips what it would have
+been late for, and waiting for the client is all the backpressure there is.
+
+    start anew        every engine is dirty, none is known; `reset`
+    start at R        engines above R are dirty and known at R; the others are
+                      known as they are
+    change            the engine becomes dirty
+    message           dirty engines that the filter takes: ADDED or MODIFIED;
+                      known ones that are GONE, dropped or filtered out: REMOVED
+
+`dirty` is in the order in which engines changed, so all below the change of
+its first entry was sent: that is the resume point. A start counts as done
+(`synced`) once no engine of its beginning is left, and a message that ends
+within an engine too large for one message is never a resume point.
+
+Changes are handed to watchers at most every 2 ms, so that a burst costs a
+watcher few messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+
+from rankbook import v1
+from rankbook.errors import Overloaded, RankbookError, Reason
+from rankbook.limits import MAX_REPLY_BYTES, check_id, check_namespace
+from rankbook_server.registry import Registry
+from rankbook_server.view import EngineView, View, removed_event
+from rankbook_server.wire import delimited, scalar
+
+__all__ = ["EngineTest", "Hub", "Watcher"]
+
+_COALESCE_S = 0.002
+_MESSAGE_BYTES = MAX_REPLY_BYTES - 2048
+# Known to the client in whichever state: below every revision.
+_ANY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTest:
+    """A filter, read once."""
+
+    wanted: v1.EngineFilter
+    """The filter as it was sent."""
+
+    @classmethod
+    def of(cls, wanted: v1.EngineFilter) -> EngineTest:
+        """Checks a filter.
+
+        Raises:
+            BadRequest: An id in it is no id.
+        """
+        for name in ("group", "engine_id"):
+            if value := getattr(wanted, name):
+                check_id(f"filter.{name}", value)
+        return cls(wanted)
+
+    @property
+    def is_volatile(self) -> bool:
+        """Whether one start of an engine may begin or cease to match."""
+        wanted = self.wanted
+        return bool(wanted.states or wanted.labels or wanted.compat_hash or wanted.model)
+
+    def names(self, engine_id: str) -> bool:
+        """Whether an engine of this name can match."""
+        return not self.wanted.engine_id or self.wanted.engine_id == engine_id
+
+    def matches(self, engine: v1.Engine) -> bool:
+        """Whether an engine matches."""
+        wanted = self.wanted
+        return (
+            (not wanted.engine_id or wanted.engine_id == engine.engine_id)
+            and (not wanted.group or wanted.group == engine.group)
+            and (not wanted.role or engine.role in (wanted.role, v1.ROLE_BOTH))
+            and (not wanted.model or wanted.model == engine.model.name)
+            and (not wanted.states or engine.state in wanted.states)
+            and (not wanted.compat_hash or wanted.compat_hash in engine.compat_hashes)
+            and all(engine.labels.get(key) == value for key, value in wanted.labels.items())
+        )
+
+
+class Watcher:
+    """One watch: what its client has, and what it must be sent."""
+
+    def __init__(self, hub: Hub, request: v1.WatchRequest) -> None:
+        """Reads the request; `Hub.watch` starts it.
+
+        Raises:
+            BadRequest: An id in the request is no id.
+        """
+        self.namespace = check_namespace(request.namespace)
+        self._hub = hub
+        self._test = EngineTest.of(request.filter)
+        self._request = request
+        self._bare = request.without_payload
+        self._known: dict[str, int] = {}
+        self._dirty: dict[str, int] = {}
+        self._wake: asyncio.Future[None] | None = None
+        self._progress_due = False
+        self._sent_lately = False
+
+    def mark(self, engines: Mapping[str, int]) -> None:
+        """Notes engines that changed, each not before the revision beside it."""
+        for engine_id, since in engines.items():
+            if self._test.names(engine_id):
+                self._dirty.setdefault(engine_id, since)
+        if self._dirty:
+            self.wake()
+
+    def wake(self) -> None:
+        """Has `messages` look again."""
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def tick(self) -> None:
+        """Asks for a progress message if there was none of any kind since the last tick."""
+        if not self._sent_lately:
+            self._progress_due = True
+            self.wake()
+        self._sent_lately = False
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Serialised `WatchResponse`s, without end; each is made when it is asked for.
+
+        Raises:
+            Unavailable: The server is shutting down, or the book cannot be read.
+        """
+        registry = self._hub.registry
+        await registry.settle(self.namespace)
+        reset = self._begin()
+        synced = False
+        while True:
+            await registry.settle(self.namespace)
+            self._hub.check_open()
+            # What was changed and not yet marked is newer than this revision.
+            revision = self._hub.marked_revision
+            events: list[bytes] = []
+            size = 0
+            while self._dirty:
+                engine_id = next(iter(self._dirty))
+                parts = self._take(engine_id)
+                if not parts:
+                    del self._dirty[engine_id]
+                    continue
+                if events and (len(parts) > 1 or size + len(parts[0]) > _MESSAGE_BYTES):
+                    break
+                del self._dirty[engine_id]
+                self._keep(engine_id)
+                for part in parts[:-1]:
+                    yield self._message([part], revision, reset=reset, synced=False)
+                    reset = False
+                events.append(parts[-1])
+                size += len(parts[-1])
+                if len(parts) > 1:
+                    # Time has passed: what comes next is read anew.
+                    break
+            resume = next(iter(self._dirty.values())) - 1 if self._dirty else revision
+            was_synced, synced = synced, synced or resume >= 0
+            if events or reset or self._progress_due or synced != was_synced:
+                self._progress_due = False
+                self._sent_lately = True
+                yield self._message(events, max(resume, 0), reset=reset, synced=synced)
+                reset = False
+            if not self._dirty and not self._progress_due:
+                self._wake = asyncio.get_running_loop().create_future()
+                await self._wake
+
+    def _message(self, events: list[bytes], revision: int, *, reset: bool, synced: bool) -> bytes:
+        return b"".join(
+            (
+                *events,
+                scalar(2, revision),
+                self._hub.book_id_field,
+                scalar(4, reset),
+                scalar(5, synced),
+            )
+        )
+
+    def _begin(self) -> bool:
+        """Fills what is dirty and known at the start; True when it starts anew."""
+        registry, request = self._hub.registry, self._request
+        book = registry.book(self.namespace)
+        since = request.from_revision
+        self._dirty.clear()
+        anew = (
+            since <= 0
+            or request.book_id != registry.book_id
+            or since < book.horizon_revision
+            or since > registry.revision
+        )
+        for engine_id in book.engine_ids():
+            if not self._test.names(engine_id):
+                continue
+            if anew:
+                self._dirty[engine_id] = 0
+                continue
+            view = self._hub.view.engine(self.namespace, engine_id)
+            if view is None:
+                continue
+            if view.revision > since:
+                self._dirty[engine_id] = 0
+                self._known[engine_id] = _ANY if self._test.is_volatile else since
+                if view.engine.start_revision > since and view.engine.epoch <= book.epoch_floor + 1:
+                    # Its first start, so the client cannot have it.
+                    del self._known[engine_id]
+            elif self._shown(view):
+                self._known[engine_id] = view.revision
+        return anew
+
+    def _shown(self, view: EngineView) -> bool:
+        return view.engine.state != v1.STATE_GONE and self._test.matches(view.engine)
+
+    def _take(self, engine_id: str) -> list[bytes]:
+        """Events that bring the client to an engine's newest state; changes nothing."""
+        view = self._hub.view.engine(self.namespace, engine_id)
+        known = self._known.get(engine_id)
+        if view is not None and self._shown(view):
+            if known is not None and known >= view.revision:
+                return []
+            return view.events(known or 0, without_payload=self._bare)
+        if known is None:
+            return []
+        if view is None:
+            engine = v1.Engine(namespace=self.namespace, engine_id=engine_id, state=v1.STATE_GONE)
+            return [removed_event(engine.SerializeToString())]
+        return [view.removed()]
+
+    def _keep(self, engine_id: str) -> None:
+        """Notes that the client has, or will have, an engine's newest state."""
+        view = self._hub.view.engine(self.namespace, engine_id)
+        if view is not None and self._shown(view):
+            self._known[engine_id] = view.revision
+        else:
+            self._known.pop(engine_id, None)
+
+
+class Hub:
+    """All watches, and the handing out of changes. For one event loop; bounded."""
+
+    def __init__(self, registry: Registry, view: View, max_watchers: int) -> None:
+        """Starts nothing."""
+        self.registry = registry
+        self.view = view
+        self._max = max_watchers
+        self._watchers: dict[str, set[Watcher]] = {}
+        self._count = 0
+        self._pending: dict[str, dict[str, int]] = {}
+        self._pending_since: int | None = None
+        self._cooling = False
+        self._end: RankbookError | None = None
+        self._book_id = ""
+        self.book_id_field = b""
+        """`WatchResponse.book_id`, serialised."""
+
+    def __len__(self) -> int:
+        """Watches open now."""
+        return self._count
+
+    async def watch(self, request: v1.WatchRequest) -> AsyncGenerator[bytes, None]:
+        """Serialised `WatchResponse`s of a watch.
+
+        Raises:
+            BadRequest: An id in the request is no id.
+            Overloaded: As many watches as the server may hold are open.
+            Unavailable: The server is shutting down, or the book cannot be read.
+        """
+        self.check_open()
+        watcher = Watcher(self, request)
+        if self._count >= self._max:
+            raise Overloaded(
+                f"{self._max} watches are open, the most this server holds: try again later or "
+                "watch elsewhere",
+                reason=Reason.TOO_MANY_WATCHERS,
+                metadata={"limit": "watchers", "bound": self._max},
+            )
+        if self._book_id != self.registry.book_id:
+            self._book_id = self.registry.book_id
+            self.book_id_field = delimited(3, self._book_id.encode())
+        self._count += 1
+        watchers = self._watchers.setdefault(watcher.namespace, set())
+        watchers.add(watcher)
+        try:
+            async for message in watcher.messages():
+                yield message
+        finally:
+            self._count -= 1
+            watchers.discard(watcher)
+            if not watchers and self._watchers.get(watcher.namespace) is watchers:
+                del self._watchers[watcher.namespace]
+
+    @property
+    def marked_revision(self) -> int:
+        """All watchers were told of every change up to this revision."""
+        if self._pending_since is None:
+            return self.registry.revision
+        return self._pending_since - 1
+
+    def changed(self, namespace: str, engine_ids: Iterable[str], since: int) -> None:
+        """Hands changes out, now or within 2 ms; see `registry.Listener`."""
+        if namespace not in self._watchers:
+            return
+        pending = self._pending.setdefault(namespace, {})
+        for engine_id in engine_ids:
+            pending.setdefault(engine_id, since)
+        if self._pending_since is None:
+            self._pending_since = since
+        if not self._cooling:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        pending, self._pending = self._pending, {}
+        self._pending_since = None
+        for namespace, engines in pending.items():
+            for watcher in self._watchers.get(namespace, ()):
+                watcher.mark(engines)
+        self._cooling = True
+        asyncio.get_running_loop().call_later(_COALESCE_S, self._cooled)
+
+    def _cooled(self) -> None:
+        self._cooling = False
+        if self._pending:
+            self._hand_out()
+
+    def tick(self) -> None:
+        """Has idle watches say how far they are; called every ten seconds or so."""
+        for watchers in self._watchers.values():
+            for watcher in watchers:
+                watcher.tick()
+
+    def check_open(self) -> None:
+        """Raises what `end` was given, once it was called."""
+        if self._end is not None:
+            raise self._end
+
+    def end(self, error: RankbookError) -> None:
+        """Ends every watch, and every later one, with an error."""
+        self._end = error
+        for watchers in self._watchers.values():
+            for watcher in watchers:
+                watcher.wake()
