@@ -21,13 +21,12 @@ __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(("AsyncClient",), "rankbook._async"),
     **dict.fromkeys(("Client",), "rankbook._sync"),
+    **dict.fromkeys(("Registration",), "rankbook._registration"),
     **dict.fromkeys(("TLS",), "rankbook._channel"),
     **dict.fromkeys(("RetryPolicy",), "rankbook._retry"),
     **dict.fromkeys(("TopologyView",), "rankbook._view"),
     **dict.fromkeys(("new_id",), "rankbook._ids"),
-    **dict.fromkeys(
-        ("Registration", "RegistrationChange", "RegistrationState"), "rankbook._registration"
-    ),
+    **dict.fromkeys(("RegistrationChange", "RegistrationState"), "rankbook._change"),
     **dict.fromkeys(
         (
             "BadRecord",
@@ -114,9 +113,10 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from rankbook._async import AsyncClient
+    from rankbook._change import RegistrationChange, RegistrationState
     from rankbook._channel import TLS
     from rankbook._ids import new_id
-    from rankbook._registration import Registration, RegistrationChange, RegistrationState
+    from rankbook._registration import Registration
     from rankbook._replies import (
         ClockOffset,
         Drained,

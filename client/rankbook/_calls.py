@@ -203,6 +203,16 @@ def record_message(record: Record) -> v1.WorkerRecord:
         ) from problem
 
 
+def sealed_slot(slot: model.SealedSlot | v1.SealedSlot) -> v1.SealedSlot:
+    """The slot as a message."""
+    return slot if isinstance(slot, v1.SealedSlot) else to_message(slot, v1.SealedSlot)
+
+
+def core_message(core: model.CoreRecord | v1.CoreRecord) -> v1.CoreRecord:
+    """The core's record as a message."""
+    return core if isinstance(core, v1.CoreRecord) else to_message(core, v1.CoreRecord)
+
+
 def filter_message(wanted: model.EngineFilter) -> v1.EngineFilter:
     """The filter as a message; an empty one matches every engine."""
     return to_message(wanted, v1.EngineFilter)
@@ -385,7 +395,7 @@ def seal_engine(
     namespace: str,
     engine_id: str,
     generation: str,
-    slots: Sequence[model.SealedSlot],
+    slots: Sequence[model.SealedSlot | v1.SealedSlot],
     core: model.CoreRecord | v1.CoreRecord,
     *,
     sequence: int,
@@ -394,14 +404,14 @@ def seal_engine(
     lease_id: str | None,
     ttl_s: float | None,
 ) -> Script[model.Sealed]:
-    message = core if isinstance(core, v1.CoreRecord) else to_message(core, v1.CoreRecord)
+    message = core_message(core)
     limits.check_core(message)
     request = v1.SealEngineRequest(
         namespace=namespace,
         engine_id=limits.check_id("engine_id", engine_id),
         generation=limits.check_id("generation", generation),
         epoch=epoch,
-        slots=[to_message(slot, v1.SealedSlot) for slot in slots],
+        slots=[sealed_slot(slot) for slot in slots],
         core=message,
         sequence=_positive_sequence(sequence),
     )

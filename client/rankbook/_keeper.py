@@ -30,7 +30,7 @@ from rankbook import v1
 from rankbook._calls import batches
 from rankbook._replies import ClockOffset, RenewReply, Updated
 from rankbook._retry import RetryPolicy, backoff_s
-from rankbook.errors import Denied, Fenced, RankbookError, Reason, Retry
+from rankbook.errors import BadRequest, Fenced, RankbookError, Reason, Refused, Retry
 from rankbook.model import Lease, LeaseState, Registered, Sealed, Slot
 
 __all__ = ["HEARTBEAT_RETRY", "Keeper", "Phase", "Seal", "Step", "StepKind", "slot_of"]
@@ -126,6 +126,15 @@ def _key(record: v1.WorkerRecord) -> tuple[str, str, Slot]:
     return (record.engine_id, record.generation, slot_of(record))
 
 
+def _refused_for_good(error: RankbookError) -> bool:
+    """Whether asking again is pointless; a refused token or a fault may be mended."""
+    return (
+        isinstance(error, BadRequest | Refused)
+        and error.retry is Retry.NEVER
+        and error.reason is not Reason.UNKNOWN_CALL
+    )
+
+
 class Keeper:
     """The state of one registration. Not thread-safe; see the module's text."""
 
@@ -171,6 +180,7 @@ class Keeper:
         self.sealed: Sealed | None = None
         self.error: RankbookError | None = None
         self.seal_error: RankbookError | None = None
+        self.update_error: RankbookError | None = None
         self.book_id = ""
         self.boot_id = ""
         self.restarts_seen = 0
@@ -179,6 +189,7 @@ class Keeper:
 
     def update(self, record: v1.WorkerRecord) -> None:
         """Wishes for another record in its slot."""
+        self.update_error = None
         cell = self._cells.get(_key(record))
         if cell is None:
             self._cells[_key(record)] = _Cell(record)
@@ -257,24 +268,20 @@ class Keeper:
             return Step(StepKind.END)
         if now < self._not_before_s:
             return Step(StepKind.WAIT, until_s=self._not_before_s)
-        if self._step is not None:
-            return self._step
-        step = self._write(now)
-        if step is not None:
-            self._step = step
-            return step
+        # A renewal that is due goes before a write: the lease is what keeps the rest.
         if self.lease is not None and now >= self._renew_at_s:
             ttl = self._ttl_s if self._ttl_s != self._ttl_asked else 0.0
             return Step(StepKind.RENEW, lease_id=self.lease_id, ttl_s=ttl)
+        if self._step is None:
+            self._step = self._write(now)
+        if self._step is not None:
+            return self._step
         waits = [self._renew_at_s] if self.lease is not None else []
         if not self.seal_settled:
             waits.append(self._seal_not_before_s)
         return Step(StepKind.WAIT, until_s=min(waits, default=now + 3600.0))
 
     def _write(self, now: float) -> Step | None:
-        # A renewal that is due goes before a write: the lease is what keeps the rest.
-        if self.lease is not None and now >= self._renew_at_s:
-            return None
         undone = [cell for cell in self._cells.values() if not cell.entered]
         if undone:
             batch = next(batches([self._wished(cell) for cell in undone]))
@@ -400,8 +407,14 @@ class Keeper:
         if step.kind is StepKind.SEAL and error.retry is not Retry.BACKOFF:
             self._seal_failed(error, now)
             return
-        self.error = error
         wait = backoff_s(self._retry, self._failures, self._rng)
+        if step.kind is StepKind.UPDATE and _refused_for_good(error):
+            # The record that stands is good; only the change is dropped.
+            ((key, version),) = step.marks
+            self._cells[key].written = version
+            self._step, self.update_error, self._failures = None, error, 0
+            return
+        self.error = error
         if error.retry is Retry.REREGISTER:
             self._lose_lease()
         elif error.reason in (Reason.SEQUENCE_STALE, Reason.SEQUENCE_REUSED):
@@ -410,10 +423,10 @@ class Keeper:
             self._step = None
             if self._sequence_refusals > _SEQUENCE_REFUSALS:
                 self.phase = Phase.STOPPED
-        elif isinstance(error, Denied):
-            wait = _SLOW_RETRY_S
         elif error.retry is Retry.NEVER:
-            self.phase = Phase.STOPPED
+            if step.kind is not StepKind.RENEW and _refused_for_good(error):
+                self.phase = Phase.STOPPED
+            wait = min(_SLOW_RETRY_S, self._ttl_s / 4)
         if self.phase is Phase.REGISTERED:
             self.phase = Phase.SUSPENDED
         self._not_before_s = now + wait

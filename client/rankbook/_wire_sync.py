@@ -363,6 +363,10 @@ class SyncWire:
 
     # ---------------------------------------------------------------- watches
 
+    def new_watch(self, request: v1.WatchRequest, fold: WatchFold) -> SyncWatch:
+        """A watch that is not begun yet."""
+        return SyncWatch(self, request, fold)
+
     def watch(
         self, request: v1.WatchRequest, from_revision: int, book_id: str
     ) -> Iterator[WatchEvent]:
