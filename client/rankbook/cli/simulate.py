@@ -51,6 +51,9 @@ _RETRY_S = 0.5
     show_default=True,
     help="How many engines: GROUP-0, GROUP-1, ...",
 )
+@click.option(
+    "--first", type=click.IntRange(min=0), default=0, help="Number of the first one.  [default 0]"
+)
 @click.option("--group", default="sim", show_default=True, help="Their group.")
 @click.option(
     "--role",
@@ -137,7 +140,7 @@ class _Fleet:
                 asked["ttl_s"],
                 seal=not asked["no_seal"],
             )
-            for number in range(asked["count"])
+            for number in range(asked["first"], asked["first"] + asked["count"])
         ]
         self._stop = asyncio.Event()
 
