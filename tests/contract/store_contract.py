@@ -99,6 +99,13 @@ async def content(store: Store) -> dict[str, bytes]:
     return {entry.key: entry.value for entry in (await store.snapshot()).entries}
 
 
+async def loop_turn() -> None:
+    """Lets everything that is ready on the loop run once."""
+    turned = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(turned.set_result, None)
+    await turned
+
+
 async def take(watch: AsyncIterator[Commit], count: int) -> list[Commit]:
     return [await anext(watch) for _ in range(count)]
 
@@ -226,7 +233,7 @@ class StoreContract:
                 assert len({(entry.value, entry.revision) for entry in snapshot.entries}) <= 1
                 seen += 1
                 # Lets the other side commit where the store itself waits for nothing.
-                await asyncio.wait([writing], timeout=0)
+                await loop_turn()
             await writing
             assert seen
             assert await content(store) == {"left": b"59", "right": b"59"}

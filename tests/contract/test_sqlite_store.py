@@ -21,7 +21,15 @@ from rankbook_server.core.ops import Put, Txn
 from rankbook_server.store.base import Compacted
 from rankbook_server.store.sqlite import SqliteStore
 
-from .store_contract import TEST_TIMEOUT_S, FakeClock, IdSequence, commit_one, content, put
+from .store_contract import (
+    TEST_TIMEOUT_S,
+    FakeClock,
+    IdSequence,
+    commit_one,
+    content,
+    loop_turn,
+    put,
+)
 
 SOMEBODY = 65_534
 """A user who is not root, by custom `nobody`."""
@@ -367,6 +375,24 @@ def test_with_full_sync_the_loop_goes_on_while_a_commit_waits(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("sync_full", [False, True])
+def test_a_checkpoint_starts_by_itself_and_needs_no_further_commit(
+    tmp_path: Path, sync_full: bool
+) -> None:
+    path = tmp_path / "book.db"
+
+    async def claim(store: SqliteStore) -> None:
+        # Past the bound of a checkpoint, and far from that of waiting for one.
+        for number in range(60):
+            await store.commit([put(f"k{number}", os.urandom(10_000))])
+        never = asyncio.get_running_loop().create_future()
+        # A thread does it: it can only be observed.
+        while size_of(path) < 20 * 10_000:
+            await asyncio.wait([never], timeout=0.005)
+
+    run(new(path, sync_full=sync_full, checkpoint_pages=200), claim)
+
+
+@pytest.mark.parametrize("sync_full", [False, True])
 def test_the_log_stays_small_under_steady_load(tmp_path: Path, sync_full: bool) -> None:
     pages = 100
     log = Path(f"{tmp_path}/book.db-wal")
@@ -376,6 +402,7 @@ def test_the_log_stays_small_under_steady_load(tmp_path: Path, sync_full: bool) 
         for number in range(1_500):
             await store.commit([put(f"k{number % 50}", os.urandom(10_000))])
             largest = max(largest, size_of(log))
+            await loop_turn()
         # 15 MB of values went through it.
         assert largest < 8 * pages * 4_200 + 100_000
         assert size_of(tmp_path / "book.db") > 50 * 10_000
@@ -390,8 +417,7 @@ def test_a_tool_that_reads_an_older_state_stops_no_commit(tmp_path: Path) -> Non
         async def load(count: int) -> None:
             for number in range(count):
                 await store.commit([put(f"k{number % 50}", os.urandom(10_000))])
-                # One turn of the loop, for the checkpoint.
-                await store.live()
+                await loop_turn()
 
         await load(50)
         reader = sqlite3.connect(tmp_path / "book.db", isolation_level=None)
