@@ -192,12 +192,15 @@ class StoredCore(google.protobuf.message.Message):
     HOLDERS_FIELD_NUMBER: builtins.int
     LIVE_FIELD_NUMBER: builtins.int
     WRITE_REVISION_FIELD_NUMBER: builtins.int
+    BORROWED_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
     """The lease that keeps it."""
     live: builtins.bool
     """The lease lives; the record counts."""
     write_revision: builtins.int
     """Revision of the core's last accepted write; zero means that of this write."""
+    borrowed: builtins.bool
+    """The lease is a worker's: a tool sealed, and whoever seals next takes over."""
     @property
     def record(self) -> rankbook.v1.record_pb2.CoreRecord:
         """The record."""
@@ -214,9 +217,10 @@ class StoredCore(google.protobuf.message.Message):
         holders: collections.abc.Iterable[global___StoredHolder] | None = ...,
         live: builtins.bool = ...,
         write_revision: builtins.int = ...,
+        borrowed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["holders", b"holders", "lease_id", b"lease_id", "live", b"live", "record", b"record", "write_revision", b"write_revision"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["borrowed", b"borrowed", "holders", b"holders", "lease_id", b"lease_id", "live", b"live", "record", b"record", "write_revision", b"write_revision"]) -> None: ...
 
 global___StoredCore = StoredCore
 

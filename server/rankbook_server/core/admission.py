@@ -1,12 +1,11 @@
-"""Which start a write belongs to, and under which lease: the checks that every
-write passes first (rules 2, 3, 5 and 6 of DESIGN section 3)."""
+"""Which start a write belongs to, and whose turn it is: the checks that every
+write passes first (fencing, one holder a slot, order per holder)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from rankbook import v1
-from rankbook.convert import seconds
 from rankbook.errors import (
     BadRequest,
     Conflict,
@@ -16,33 +15,27 @@ from rankbook.errors import (
     Reason,
     Refused,
 )
-from rankbook.limits import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S, check_id
+from rankbook.limits import check_id
 from rankbook_server.core.decision import Instant
-from rankbook_server.core.engine import EngineState, slot_text
-from rankbook_server.core.fold import BookFold, LeaseEntry
-from rankbook_server.core.keys import SlotKey
+from rankbook_server.core.engine import EngineState
+from rankbook_server.core.fold import BookFold
+from rankbook_server.core.keys import SlotKey, slot_text
 
 __all__ = [
-    "Granted",
     "admit",
+    "check_room",
     "check_sequence",
     "current_engine",
-    "grant",
-    "granted_ttl_s",
-    "lease_message",
+    "holders_with",
+    "known_engine",
+    "last_sequence",
     "next_epoch",
+    "refuse_reused",
     "refuse_stale",
     "slot_held",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """The lease a write is under, and what must be written for it."""
-
-    lease_id: str
-    stored: v1.StoredLease
-    write: bool
+_MAX_HOLDERS = 8
 
 
 def check_sequence(sequence: int) -> None:
@@ -133,6 +126,37 @@ def admit(
     return known
 
 
+def known_engine(book: BookFold, engine_id: str) -> EngineState:
+    """An engine that readers may see.
+
+    Raises:
+        BadRequest: The id is malformed.
+        NotFound: The engine is unknown.
+    """
+    engine = book.engines.get(check_id("engine_id", engine_id))
+    if engine is None or not engine.visible:
+        raise NotFound(
+            f"engine {engine_id} is not in namespace {book.namespace}",
+            metadata={"engine_id": engine_id, "namespace": book.namespace},
+        )
+    return engine
+
+
+def check_room(book: BookFold, engine: EngineState | None) -> None:
+    """Refuses an engine over the namespace's bound.
+
+    Raises:
+        Overloaded: It is new, and the namespace is full.
+    """
+    if engine is None and len(book.engines) >= book.limits.max_engines:
+        raise Overloaded(
+            f"namespace {book.namespace} holds {len(book.engines)} engines, its bound: raise "
+            "--max-engines, or wait until tombstones are dropped",
+            reason=Reason.TOO_MANY_ENGINES,
+            metadata={"limit": "engines", "bound": book.limits.max_engines},
+        )
+
+
 def current_engine(book: BookFold, engine_id: str, generation: str, told: int) -> EngineState:
     """The engine of a write that needs a start with workers.
 
@@ -141,14 +165,8 @@ def current_engine(book: BookFold, engine_id: str, generation: str, told: int) -
         NotFound: The engine is unknown, or this start has no worker yet.
         Fenced: The generation is not the current one.
     """
-    check_id("engine_id", engine_id)
     check_id("generation", generation)
-    engine = book.engines.get(engine_id)
-    if engine is None or not engine.visible:
-        raise NotFound(
-            f"engine {engine_id} is not in namespace {book.namespace}",
-            metadata={"engine_id": engine_id, "namespace": book.namespace},
-        )
+    engine = known_engine(book, engine_id)
     epoch = admit(book, engine, engine_id, generation, told)
     if epoch != engine.head.epoch:
         raise NotFound(
@@ -163,7 +181,15 @@ def current_engine(book: BookFold, engine_id: str, generation: str, told: int) -
 def refuse_stale(
     boot_id: str, sequence: int, last: int, slot: SlotKey | None, *, closed: bool
 ) -> Refused:
-    """The error for a write that comes too late."""
+    """The error for a write that comes too late.
+
+    Args:
+        boot_id: The holder.
+        sequence: Its number.
+        last: The number it is not above.
+        slot: The slot; None for the core's record.
+        closed: The holder's record was taken out since.
+    """
     where = f" for {slot_text(slot)}" if slot is not None else ""
     why = "the records were taken out after it" if closed else "a later write was taken"
     return Refused(
@@ -171,6 +197,29 @@ def refuse_stale(
         "writes under a higher sequence",
         metadata={"boot_id": boot_id, "sequence": sequence, "last_sequence": last},
     )
+
+
+def refuse_reused(boot_id: str, sequence: int, what: str) -> Refused:
+    """The error for a number that another write has used."""
+    return Refused(
+        f"sequence {sequence} of {boot_id} for {what} was used for another write: a changed record "
+        "needs a higher sequence",
+        reason=Reason.SEQUENCE_REUSED,
+        metadata={"boot_id": boot_id, "sequence": sequence, "slot": what},
+    )
+
+
+def last_sequence(holders: Iterable[v1.StoredHolder], boot_id: str) -> int:
+    """A holder's last accepted sequence; zero for one that is not known."""
+    return next((h.sequence for h in holders if h.boot_id == boot_id), 0)
+
+
+def holders_with(
+    holders: Iterable[v1.StoredHolder], boot_id: str, sequence: int
+) -> list[v1.StoredHolder]:
+    """The holders with this one last; the oldest beyond the bound are forgotten."""
+    others = [h for h in holders if h.boot_id != boot_id]
+    return [*others[1 - _MAX_HOLDERS :], v1.StoredHolder(boot_id=boot_id, sequence=sequence)]
 
 
 def slot_held(
@@ -199,97 +248,3 @@ def slot_held(
             "remaining_s": f"{left:.3f}",
         },
     )
-
-
-def granted_ttl_s(wish_s: float) -> float:
-    """What a wish for a time to live is granted: zero is the default, anything
-    else the nearest bound.
-
-    Raises:
-        BadRequest: It is negative.
-    """
-    if wish_s < 0:
-        raise BadRequest(
-            f"ttl is {wish_s:g} s: a time to live is {MIN_TTL_S:g} s to {MAX_TTL_S:g} s, and zero "
-            f"means {DEFAULT_TTL_S:g} s",
-            metadata={"field": "ttl", "value": wish_s, "rule": f"{MIN_TTL_S:g} to {MAX_TTL_S:g}"},
-        )
-    if wish_s == 0:
-        return DEFAULT_TTL_S
-    return min(max(wish_s, MIN_TTL_S), MAX_TTL_S)
-
-
-def live_lease(book: BookFold, lease_id: str, now: Instant) -> LeaseEntry:
-    """A lease that has not ended.
-
-    Raises:
-        NotFound: The book never granted it, or forgot it.
-        Refused: It has ended.
-    """
-    entry = book.leases.get(lease_id)
-    if entry is not None and entry.deadline > now.mono_s:
-        return entry
-    if entry is not None or lease_id in book.ended:
-        raise Refused(
-            f"lease {lease_id} has ended: register again under a higher sequence",
-            reason=Reason.LEASE_ENDED,
-            metadata={"lease_id": lease_id},
-        )
-    raise NotFound(
-        f"lease {lease_id} was never granted in namespace {book.namespace}",
-        reason=Reason.LEASE_NOT_FOUND,
-        metadata={"lease_id": lease_id, "namespace": book.namespace},
-    )
-
-
-def grant(
-    book: BookFold, wish: v1.LeaseRequest, engine_id: str, epoch: int, now: Instant
-) -> Granted:
-    """The lease of a write, granted or found.
-
-    Raises:
-        BadRequest: Neither key nor id, or a malformed one, or a negative ttl.
-        NotFound: No such lease.
-        Refused: The lease has ended.
-        Overloaded: Too many leases.
-    """
-    ttl_s = granted_ttl_s(seconds(wish.ttl))
-    use = v1.StoredUse(engine_id=engine_id, epoch=epoch)
-    if wish.lease_id:
-        entry: LeaseEntry | None = live_lease(book, check_id("lease_id", wish.lease_id), now)
-    else:
-        check_id("lease.lease_key", wish.lease_key)
-        entry = book.leases.get(book.lease_of_key.get(wish.lease_key, ""))
-        if entry is not None and entry.deadline <= now.mono_s:
-            entry = None
-    if entry is not None:
-        if use in entry.stored.uses:
-            return Granted(entry.lease_id, entry.stored, False)
-        stored = v1.StoredLease()
-        stored.CopyFrom(entry.stored)
-        # An older start of the same engine says nothing more about this lease.
-        kept = [u for u in stored.uses if u.engine_id != engine_id]
-        del stored.uses[:]
-        stored.uses.extend([*kept[-63:], use])
-        return Granted(entry.lease_id, stored, True)
-    if len(book.leases) >= book.limits.max_leases:
-        raise Overloaded(
-            f"namespace {book.namespace} holds {len(book.leases)} leases, its bound: try later",
-            reason=Reason.TOO_MANY_LEASES,
-            metadata={"limit": "leases", "bound": book.limits.max_leases},
-        )
-    stored = v1.StoredLease(
-        version=1, lease_key=wish.lease_key, ttl_millis=round(ttl_s * 1000), uses=[use]
-    )
-    return Granted(book.new_id(), stored, True)
-
-
-def lease_message(book: BookFold, lease_id: str, stored: v1.StoredLease | None = None) -> v1.Lease:
-    """A lease as replies show it."""
-    entry = book.leases.get(lease_id)
-    ttl_s = entry.ttl_s if entry is not None else (stored.ttl_millis / 1000 if stored else 0.0)
-    lease = v1.Lease(lease_id=lease_id)
-    nanos = round(ttl_s * 1e9)
-    lease.ttl.seconds, lease.ttl.nanos = divmod(nanos, 10**9)
-    lease.renew_interval.seconds, lease.renew_interval.nanos = divmod(nanos // 3, 10**9)
-    return lease

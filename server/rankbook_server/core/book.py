@@ -1,14 +1,15 @@
 """The book of one namespace, with every decision.
 
-The decisions themselves are in `writes` (workers and leases), `sealing` and
-`lifecycle` (starts, drains, evictions, expiry, sweeping). Each raises a
-`RankbookError` and then changes nothing, or returns a `Decision`.
+The decisions themselves are in `writes` (records in), `leaving` (records out),
+`leases`, `sealing`, `lifecycle` (starts, drains, evictions) and `sweeping`. Each
+raises a `RankbookError` and then changes nothing that is kept, or returns a
+`Decision`.
 """
 
 from __future__ import annotations
 
 from rankbook import v1
-from rankbook_server.core import lifecycle, sealing, writes
+from rankbook_server.core import leases, leaving, lifecycle, sealing, sweeping, writes
 from rankbook_server.core.decision import Decision, Instant, Note
 from rankbook_server.core.fold import BookFold, BookLimits, LeaseEntry
 
@@ -19,7 +20,8 @@ class Book(BookFold):
     """One namespace of a book. Not thread-safe: one writer owns it.
 
     A decision notes the time it is given, so that a lease it grants gets its
-    deadline when the grant is folded in; it changes nothing else.
+    deadline when the grant is folded in, and moves the deadline of a living lease
+    that a write comes under; it changes nothing else.
     """
 
     def begin_generation(
@@ -48,7 +50,7 @@ class Book(BookFold):
     ) -> Decision[v1.DeregisterResponse]:
         """Takes a holder's records out."""
         self.clock_s = now.mono_s
-        return writes.deregister(self, request, now)
+        return leaving.deregister(self, request, now)
 
     def revoke_lease(
         self, request: v1.RevokeLeaseRequest, now: Instant
@@ -56,7 +58,7 @@ class Book(BookFold):
         """Ends a lease with the records under it (the first 100 of them; the
         rest goes by `expire`)."""
         self.clock_s = now.mono_s
-        return writes.revoke(self, request, now)
+        return leaving.revoke(self, request, now)
 
     def seal(self, request: v1.SealEngineRequest, now: Instant) -> Decision[v1.SealEngineResponse]:
         """Seals an engine."""
@@ -80,29 +82,14 @@ class Book(BookFold):
     def renew(self, request: v1.RenewLeasesRequest, now: Instant) -> tuple[v1.LeaseStatus, ...]:
         """Moves deadlines; memory only."""
         self.clock_s = now.mono_s
-        return writes.renew(self, request, now)
+        return leases.renew(self, request, now)
 
     def expire(self, now: Instant) -> Decision[None] | None:
         """The next piece of what ran out; None when nothing is left."""
         self.clock_s = now.mono_s
-        return lifecycle.expire(self, now)
+        return leaving.expire(self, now)
 
     def sweep(self, now: Instant) -> Decision[None] | None:
         """The next piece of what may be forgotten; None when nothing is left."""
         self.clock_s = now.mono_s
-        return lifecycle.sweep(self, now)
-
-    def grant_grace(self, now: Instant) -> None:
-        """Gives every lease a full time to live from now (rule 8)."""
-        self.clock_s = now.mono_s
-        self.earliest = float("inf")
-        for entry in self.leases.values():
-            if entry.stored.ended:
-                self.earliest = entry.deadline
-                continue
-            entry.deadline = now.mono_s + entry.ttl_s
-            self.earliest = min(self.earliest, entry.deadline)
-
-    def next_deadline(self) -> float | None:
-        """No lease ends before this monotonic instant; None without leases."""
-        return self.earliest if self.leases else None
+        return sweeping.sweep(self, now)

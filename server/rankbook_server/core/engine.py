@@ -22,16 +22,28 @@ engine of thousands of slots costs as little as one to a small one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import ipaddress
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rankbook import v1
-from rankbook.limits import DEFAULT_TTL_S, grid_slots
-from rankbook_server.core.keys import SlotKey
+from rankbook.limits import grid_slots
+from rankbook_server.core.keys import SlotKey, slot_message
+from rankbook_server.core.problems import (
+    asleep,
+    core_lost,
+    layer_problems,
+    loopback,
+    ranks_lost,
+    seal_outdated,
+    two_starts,
+)
 
 __all__ = [
     "MAX_MISSING_SHOWN",
@@ -39,22 +51,13 @@ __all__ = [
     "SlotState",
     "WorkerView",
     "seal_digest",
-    "slot_text",
+    "seal_piece",
 ]
 
 MAX_MISSING_SHOWN = 1024
+T = TypeVar("T")
 _MAX_PROBLEMS = 64
 _MAX_HASHES = 16
-
-
-def slot_text(slot: SlotKey) -> str:
-    """A slot in words."""
-    return f"pp{slot[0]} pcp{slot[1]} tp{slot[2]}" if slot[1] else f"pp{slot[0]} tp{slot[2]}"
-
-
-def slot_message(slot: SlotKey) -> v1.Slot:
-    """A slot as a message."""
-    return v1.Slot(pp_rank=slot[0], pcp_rank=slot[1], tp_rank=slot[2])
 
 
 def seal_piece(slot: SlotKey, boot_id: str, digest: bytes) -> bytes:
@@ -93,6 +96,7 @@ class SlotState:
     exposed: bool
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_unreachable(host: str) -> bool:
     if host.lower() == "localhost" or host.lower().endswith(".localhost"):
         return True
@@ -122,6 +126,14 @@ def fold_slot(stored: v1.StoredWorker, revision: int, slot: SlotKey) -> SlotStat
     )
 
 
+def _less(counts: Counter[T], key: T) -> None:
+    """Takes one away; a key that is down to none is forgotten."""
+    if counts[key] > 1:
+        counts[key] -= 1
+    else:
+        del counts[key]
+
+
 class EngineState:
     """Head, slots and sums of one engine."""
 
@@ -131,11 +143,12 @@ class EngineState:
         self.head = v1.StoredEngine()
         self.head_revision = 0
         self.revision = 0
-        self.was_complete = False
+        self.declared = 0
         self.slots: dict[SlotKey, SlotState] = {}
         self.change_time = Timestamp()
-        self._derived: v1.Engine | None = None
+        self._was_complete = False
         self._reset_sums()
+        self.touch()
 
     def _reset_sums(self) -> None:
         self.live: dict[SlotKey, SlotState] = {}
@@ -154,36 +167,44 @@ class EngineState:
         fresh = head.epoch != self.head.epoch or head.evicted != self.head.evicted
         self.head = head
         self.head_revision = revision
+        self.declared = grid_slots(head.layout)
         self._changed(head.change_revision or revision, head.change_time)
         if fresh:
-            self.was_complete = head.was_complete
+            self._was_complete = head.was_complete
             self._reset_sums()
             if not head.evicted:
+                # A snapshot may bring the slots before the head.
                 for slot, state in self.slots.items():
-                    if state.live and state.epoch == head.epoch:
-                        self._count(slot, state)
-        self.was_complete = self.was_complete or head.was_complete
+                    if state.epoch == head.epoch:
+                        self._changed(state.revision, state.stored.change_time)
+                        if state.live:
+                            self._count(slot, state)
+        self._was_complete = self._was_complete or head.was_complete
         self.touch()
-        self._note_complete()
 
     def fold_worker(self, slot: SlotKey, stored: v1.StoredWorker, revision: int) -> SlotState:
         """Takes a stored slot in; returns it."""
         state = fold_slot(stored, revision, slot)
+        counts = state.epoch == self.head.epoch and not self.head.evicted
         if slot in self.live:
             self._uncount(slot)
+            if not (counts and state.live):
+                del self.live[slot]
+                self._order = None
         self.slots[slot] = state
-        if state.epoch == self.head.epoch and not self.head.evicted:
+        if counts:
             self._changed(state.revision, stored.change_time)
             if state.live:
                 self._count(slot, state)
         self.touch()
-        self._note_complete()
         return state
 
     def drop_worker(self, slot: SlotKey) -> None:
         """Forgets a slot whose key was deleted."""
         if slot in self.live:
             self._uncount(slot)
+            del self.live[slot]
+            self._order = None
         self.slots.pop(slot, None)
         self.touch()
 
@@ -193,7 +214,9 @@ class EngineState:
 
     def touch(self) -> None:
         """Makes the next read derive anew."""
-        self._derived = None
+        self._derived: v1.Engine | None = None
+        self._errors: list[v1.Problem] | None = None
+        self._digest: bytes | None = None
 
     def _count(self, slot: SlotKey, state: SlotState) -> None:
         if slot not in self.live:
@@ -201,36 +224,34 @@ class EngineState:
         self.live[slot] = state
         self.bytes += state.size
         record = state.stored.record
-        self._ranges.setdefault(slot[0], Counter())[state.range] += 1
+        stage = self._ranges.get(slot[0])
+        if stage is None:
+            stage = self._ranges[slot[0]] = Counter()
+        stage[state.range] += 1
         if record.compat.hash:
             self._hashes[record.compat.hash] += 1
-        self._labels.update(record.labels.items())
+        for label in record.labels.items():
+            self._labels[label] += 1
         if state.stored.asleep:
             self.asleep.add(slot)
         if not state.exposed:
             self._unreachable.add(slot)
 
     def _uncount(self, slot: SlotKey) -> None:
-        state = self.live.pop(slot)
-        self._order = None
+        """Takes a slot out of the sums and leaves it in `live`, in its place."""
+        state = self.live[slot]
         self.bytes -= state.size
         record = state.stored.record
         stage = self._ranges[slot[0]]
-        stage[state.range] -= 1
-        if not stage[state.range]:
-            del stage[state.range]
+        _less(stage, state.range)
         if not stage:
             del self._ranges[slot[0]]
         if record.compat.hash:
-            self._hashes[record.compat.hash] -= 1
-        self._labels.subtract(record.labels.items())
+            _less(self._hashes, record.compat.hash)
+        for label in record.labels.items():
+            _less(self._labels, label)
         self.asleep.discard(slot)
         self._unreachable.discard(slot)
-
-    def _note_complete(self) -> None:
-        # Kept in memory; the decision that first takes a slot away writes it.
-        if not self.was_complete and self.complete():
-            self.was_complete = True
 
     # ------------------------------------------------------------------ read
 
@@ -240,9 +261,20 @@ class EngineState:
         return self.head.epoch > 0
 
     @property
-    def declared(self) -> int:
-        """Slots of the grid."""
-        return grid_slots(self.head.layout)
+    def was_complete(self) -> bool:
+        """COMPLETE was reached in this epoch.
+
+        Looked at by every decision on the engine, so between transactions and
+        never inside one, and written by the first that takes it away.
+        """
+        if not self._was_complete and self.complete():
+            self._was_complete = True
+        return self._was_complete
+
+    @property
+    def unsaved(self) -> bool:
+        """COMPLETE was reached, and the stored head does not say so yet."""
+        return self.was_complete and not self.head.was_complete
 
     def order(self) -> list[SlotKey]:
         """Live slots in grid order."""
@@ -252,7 +284,10 @@ class EngineState:
 
     def digest(self) -> bytes:
         """Digest over what is present now."""
-        return seal_digest([self.live[slot].piece for slot in self.order()])
+        if self._digest is None:
+            live = self.live
+            self._digest = seal_digest([live[slot].piece for slot in self.order()])
+        return self._digest
 
     def missing(self) -> list[SlotKey]:
         """Slots that are not filled, in grid order; the first 1,024."""
@@ -276,7 +311,7 @@ class EngineState:
             and bool(self.live)
             and len(self.live) == self.declared
             and not self.asleep
-            and not self._layer_problems()
+            and not self.errors()
         )
 
     def sealed(self) -> bool:
@@ -305,146 +340,47 @@ class EngineState:
 
     def emptied(self) -> list[tuple[SlotKey, int]]:
         """Slots of this epoch that were filled and are empty, with the revision."""
+        epoch, evicted = self.head.epoch, self.head.evicted
         return [
-            (slot, state.revision)
+            (slot, self.revision if state.live else state.revision)
             for slot, state in self.slots.items()
-            if not state.live and state.epoch == self.head.epoch
+            if state.epoch == epoch and (evicted or not state.live)
         ]
-
-    def shared_addresses(self) -> dict[tuple[str, int], SlotKey]:
-        """Every advertised host and port, with one slot that has it."""
-        return {pair: slot for slot, state in self.live.items() for pair in state.addresses}
 
     # -------------------------------------------------------------- problems
 
-    def _layer_problems(self) -> list[v1.Problem]:
-        problems = []
-        spans: list[tuple[int, int, int]] = []
-        for pp in sorted(self._ranges):
-            ranges = sorted(self._ranges[pp])
-            if len(ranges) > 1:
-                problems.append(
-                    _problem(
-                        "LAYERS_DIFFER",
-                        v1.SEVERITY_ERROR,
-                        f"workers of stage {pp} hold different layers, {_spans(ranges)}: all "
-                        "workers of a stage hold the same range; restart the ones that differ",
-                        stage=pp,
-                        ranges=_spans(ranges),
-                    )
-                )
-            spans.extend((start, end, pp) for start, end in ranges if end > start)
-        spans.sort()
-        reached, owner = 0, -1
-        holes = []
-        for start, end, pp in spans:
-            if start < reached and pp != owner:
-                problems.append(
-                    _problem(
-                        "LAYERS_OVERLAP",
-                        v1.SEVERITY_ERROR,
-                        f"stage {owner} reaches layer {reached} and stage {pp} starts at {start}: "
-                        "stages do not overlap; give all ranks one layer partition",
-                        stage=pp,
-                        other_stage=owner,
-                        start_layer=start,
-                        end_layer=reached,
-                    )
-                )
-            if start > reached:
-                holes.append((reached, start))
-            if end > reached:
-                reached, owner = end, pp
-        if reached < self.head.layout.num_layers:
-            holes.append((reached, self.head.layout.num_layers))
-        if holes and len(self.live) == self.declared:
-            problems.append(
-                _problem(
-                    "LAYERS_HOLE",
-                    v1.SEVERITY_ERROR,
-                    f"no stage holds the layers {_spans(holes)} of {self.head.layout.num_layers}, "
-                    "and every rank is here: give all ranks one layer partition",
-                    layers=_spans(holes),
-                    num_layers=self.head.layout.num_layers,
-                )
-            )
-        return problems
+    def errors(self) -> list[v1.Problem]:
+        """Problems of severity ERROR: what makes the engine INVALID."""
+        if self._errors is None:
+            full = len(self.live) == self.declared
+            num_layers = self.head.layout.num_layers
+            self._errors = layer_problems(self._ranges, num_layers, full=full) if self.live else []
+        return self._errors
 
-    def _other_problems(self) -> list[v1.Problem]:
-        problems = []
-        head, warning = self.head, v1.SEVERITY_WARNING
-        times = [t.seconds + t.nanos / 1e9 for t in head.retired_alive]
-        if len(times) > 1 and times[-1] - times[-2] <= DEFAULT_TTL_S:
-            problems.append(
-                _problem(
-                    "TWO_STARTS",
-                    warning,
-                    f"two starts share one engine_id, {self.engine_id}: generations replaced "
-                    "live ones more than once within a lease's time; give each its own engine_id",
-                    engine_id=self.engine_id,
-                    generation=head.generation,
-                )
-            )
-        if self.was_complete and len(self.live) < self.declared:
-            lost = self.missing()
-            problems.append(
-                _problem(
-                    "RANKS_LOST",
-                    warning,
-                    f"{self.declared - len(self.live)} of {self.declared} ranks are gone since "
-                    f"the engine was complete: {_slots(lost)}",
-                    missing=_slots(lost),
-                )
-            )
+    def _warnings(self) -> list[v1.Problem]:
+        head, seal = self.head, self.head.seal
+        found = two_starts(self.engine_id, head)
+        full = len(self.live) == self.declared
+        if self.was_complete and not full:
+            found.append(ranks_lost(self.missing(), len(self.live), self.declared))
         if self.asleep:
-            slots = _slots(sorted(self.asleep))
-            problems.append(
-                _problem(
-                    "ASLEEP", warning, f"payload withdrawn by {slots}: wake the engine", slots=slots
-                )
-            )
-        if head.seal.number and not head.core.live:
-            problems.append(
-                _problem(
-                    "CORE_LOST",
-                    warning,
-                    f"the engine core {head.seal.boot_id} that sealed is gone",
-                    boot_id=head.seal.boot_id,
-                )
-            )
-        elif head.seal.number and len(self.live) == self.declared and not self.sealed():
-            problems.append(
-                _problem(
-                    "SEAL_OUTDATED",
-                    warning,
-                    f"records changed since seal {head.seal.number}: the core must seal again",
-                    seal=head.seal.number,
-                )
-            )
+            found.append(asleep(sorted(self.asleep)))
+        if seal.number and not head.core.live:
+            found.append(core_lost(seal.boot_id))
+        elif seal.number and full and not self.sealed():
+            found.append(seal_outdated(seal.number))
         if self._unreachable:
-            slots = _slots(sorted(self._unreachable))
-            problems.append(
-                _problem(
-                    "LOOPBACK_ADDRESS",
-                    warning,
-                    f"{slots} advertise a loopback or wildcard address, which other hosts cannot "
-                    "reach: set the host that peers should use (VLLM_HOST_IP)",
-                    slots=slots,
-                )
-            )
-        return problems
+            found.append(loopback(sorted(self._unreachable)))
+        return found
 
     # ----------------------------------------------------------------- state
 
     def state(self) -> v1.State.ValueType:
         """The state now."""
-        return self._state(any(p.severity == v1.SEVERITY_ERROR for p in self._layer_problems()))
-
-    def _state(self, invalid: bool) -> v1.State.ValueType:
         head = self.head
         if not self.live:
             return v1.STATE_GONE
-        if invalid:
+        if self.errors():
             return v1.STATE_INVALID
         complete = len(self.live) == self.declared and not self.asleep
         if self.was_complete and (not complete or (head.seal.number and not head.core.live)):
@@ -457,20 +393,16 @@ class EngineState:
             return v1.STATE_READY
         return v1.STATE_COMPLETE
 
-    def derive(self, neighbours: list[v1.Problem]) -> v1.Engine:
+    def derive(self, neighbours: Callable[[EngineState], list[v1.Problem]]) -> v1.Engine:
         """The engine as readers see it; kept until the next change.
 
         Args:
-            neighbours: Problems that come from other engines.
+            neighbours: Gives the problems that come from other engines.
         """
         if self._derived is not None:
             return self._derived
         head = self.head
-        problems = self._layer_problems() if self.live else []
-        invalid = any(p.severity == v1.SEVERITY_ERROR for p in problems)
-        if self.live:
-            problems += self._other_problems() + neighbours
-        missing = self.missing()
+        problems = [*self.errors(), *self._warnings(), *neighbours(self)] if self.live else []
         engine = v1.Engine(
             namespace=self.namespace,
             engine_id=self.engine_id,
@@ -478,7 +410,7 @@ class EngineState:
             replica=head.replica,
             dp_rank=head.dp_rank,
             role=head.role,
-            state=self._state(invalid),
+            state=self.state(),
             generation=head.generation,
             epoch=head.epoch,
             revision=self.revision,
@@ -486,15 +418,15 @@ class EngineState:
             layout=head.layout,
             present=len(self.live),
             declared=self.declared,
-            missing=[slot_message(slot) for slot in missing],
+            missing=[slot_message(slot) for slot in self.missing()],
             stages=[
                 v1.Stage(pp_rank=pp, start_layer=span[0], end_layer=span[1])
                 for pp in sorted(self._ranges)
                 for span in [min(self._ranges[pp])]
             ],
             problems=problems[:_MAX_PROBLEMS],
-            compat_hashes=sorted(h for h, n in self._hashes.items() if n > 0)[:_MAX_HASHES],
-            labels={k: v for (k, v), n in self._labels.items() if n == len(self.live) and n},
+            compat_hashes=sorted(self._hashes)[:_MAX_HASHES],
+            labels={k: v for (k, v), n in self._labels.items() if n == len(self.live)},
             start_time=head.start_time,
             change_time=self.change_time,
             asleep=[slot_message(slot) for slot in sorted(self.asleep)],
@@ -513,23 +445,3 @@ class EngineState:
                 engine.model.CopyFrom(first.record.model)
         self._derived = engine
         return engine
-
-
-def _problem(
-    reason: str, severity: v1.Severity.ValueType, message: str, **metadata: object
-) -> v1.Problem:
-    return v1.Problem(
-        reason=reason,
-        severity=severity,
-        message=message,
-        metadata={name: str(value) for name, value in metadata.items()},
-    )
-
-
-def _spans(ranges: list[tuple[int, int]]) -> str:
-    return ", ".join(f"[{start}, {end})" for start, end in ranges)
-
-
-def _slots(slots: list[SlotKey], shown: int = 16) -> str:
-    text = ", ".join(slot_text(slot) for slot in slots[:shown])
-    return text if len(slots) <= shown else f"{text} and {len(slots) - shown} more"

@@ -3,12 +3,14 @@ readers ask of them."""
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rankbook import v1
 from rankbook.limits import DEFAULT_NAMESPACE
+from rankbook_server.core.decision import Instant
 from rankbook_server.core.engine import EngineState, WorkerView
 from rankbook_server.core.keys import (
     SlotKey,
@@ -18,6 +20,7 @@ from rankbook_server.core.keys import (
     parse_key,
     worker_key,
 )
+from rankbook_server.core.neighbours import Neighbours
 from rankbook_server.core.ops import Op, Put
 
 __all__ = ["CORE", "BookFold", "BookLimits", "LeaseEntry"]
@@ -39,12 +42,17 @@ class BookLimits:
 
 @dataclass(slots=True)
 class LeaseEntry:
-    """A lease as the book holds it; the deadline is in memory only."""
+    """A lease as the book holds it; the deadline is in memory only.
+
+    `due` is when it is looked at next, at or before the deadline: a renewal
+    moves the deadline alone.
+    """
 
     lease_id: str
     stored: v1.StoredLease
     ttl_s: float
     deadline: float
+    due: float = float("inf")
     holds: set[tuple[str, SlotKey]] = field(default_factory=set)
 
 
@@ -70,13 +78,13 @@ class BookFold:
         self.tombstones: set[str] = set()
         self.unused: set[str] = set()
         self.stale: set[str] = set()
-        self._places: dict[tuple[str, str, int], set[str]] = {}
-        self._place_of: dict[str, tuple[str, str, int]] = {}
-        self._addresses: dict[tuple[str, int], set[tuple[str, SlotKey]]] = {}
+        self.unsaved: set[str] = set()
+        self.neighbours = Neighbours(self.engines, self._stir)
+        self._group_of: dict[str, str] = {}
+        self._due: list[tuple[float, str]] = []
         self._touched: set[str] = set()
         self.worker_count = 0
         self.clock_s = 0.0
-        self.earliest = float("inf")
 
     # ------------------------------------------------------------------ fold
 
@@ -103,12 +111,15 @@ class BookFold:
                 return None
             engine = self.engines[key.name] = EngineState(key.name, self.namespace)
         before = len(engine.live)
-        if key.kind == "e":
-            self._fold_head(engine, value, revision)
-        elif key.slot is not None:
+        if key.slot is not None:
             self._fold_worker(engine, key.slot, value, revision)
-        self.worker_count += len(engine.live) - before
-        self._file(engine)
+        elif value is not None:
+            self._fold_head(engine, v1.StoredEngine.FromString(value), revision)
+        else:
+            self._drop_engine(engine)
+        if key.name in self.engines:
+            self.worker_count += len(engine.live) - before
+            self._file(engine)
         self._touched.add(key.name)
         return key.name
 
@@ -118,26 +129,27 @@ class BookFold:
         touched, self._touched = self._touched, set()
         return touched
 
-    def _fold_head(self, engine: EngineState, value: bytes | None, revision: int) -> None:
+    def _fold_head(self, engine: EngineState, head: v1.StoredEngine, revision: int) -> None:
         self._unhold(engine.engine_id, CORE, engine.head.core.lease_id)
-        head = v1.StoredEngine.FromString(value) if value is not None else v1.StoredEngine()
         relist = head.epoch != engine.head.epoch or head.evicted != engine.head.evicted
         if relist:
-            for slot in list(engine.live):
+            for slot in engine.live:
                 self._unlist(engine, slot)
-        if value is None:
-            self.engines.pop(engine.engine_id, None)
-            self._forget(engine)
         engine.fold_head(head, revision)
-        if value is None:
-            return
         if relist:
             for slot in engine.live:
                 self._list(engine, slot)
-        if engine.head.core.live:
-            self._hold(engine.engine_id, CORE, engine.head.core.lease_id)
-        if any(s.epoch != engine.head.epoch or engine.head.evicted for s in engine.slots.values()):
-            self.stale.add(engine.engine_id)
+            if len(engine.slots) > len(engine.live):
+                self.stale.add(engine.engine_id)
+        if head.core.live:
+            self._hold(engine.engine_id, CORE, head.core.lease_id)
+
+    def _drop_engine(self, engine: EngineState) -> None:
+        self._unhold(engine.engine_id, CORE, engine.head.core.lease_id)
+        for slot in engine.live:
+            self._unlist(engine, slot)
+        self.worker_count -= len(engine.live)
+        self._forget(engine.engine_id)
 
     def _fold_worker(
         self, engine: EngineState, slot: SlotKey, value: bytes | None, revision: int
@@ -147,33 +159,42 @@ class BookFold:
         if value is None:
             engine.drop_worker(slot)
             return
-        engine.fold_worker(slot, v1.StoredWorker.FromString(value), revision)
+        state = engine.fold_worker(slot, v1.StoredWorker.FromString(value), revision)
         if slot in engine.live:
             self._list(engine, slot)
+        elif state.live or state.epoch != engine.head.epoch:
+            self.stale.add(engine.engine_id)
 
     def _fold_lease(self, lease_id: str, value: bytes | None) -> None:
+        entry = self.leases.get(lease_id)
         if value is None:
-            entry = self.leases.pop(lease_id, None)
-            if entry is not None:
-                if self.lease_of_key.get(entry.stored.lease_key) == lease_id:
-                    del self.lease_of_key[entry.stored.lease_key]
-                self.ended[lease_id] = None
-                while len(self.ended) > _ENDED_KEPT:
-                    self.ended.popitem(last=False)
+            self.unsaved.discard(lease_id)
+            if entry is None:
+                return
+            del self.leases[lease_id]
+            self._free_key(entry)
+            self.ended[lease_id] = None
+            while len(self.ended) > _ENDED_KEPT:
+                self.ended.popitem(last=False)
             return
         stored = v1.StoredLease.FromString(value)
-        entry = self.leases.get(lease_id)
+        ttl_s = stored.ttl_millis / 1000
         if entry is None:
-            ttl_s = stored.ttl_millis / 1000
             entry = LeaseEntry(lease_id, stored, ttl_s, self.clock_s + ttl_s)
-            # A snapshot may bring the records before their lease.
             self.leases[lease_id] = entry
-            self.earliest = min(self.earliest, entry.deadline)
-        entry.stored = stored
+        entry.stored, entry.ttl_s = stored, ttl_s
+        self.unsaved.discard(lease_id)
         if stored.ended:
-            entry.deadline = self.earliest = float("-inf")
-        if stored.lease_key:
+            entry.deadline = float("-inf")
+            self._free_key(entry)
+        elif stored.lease_key:
             self.lease_of_key[stored.lease_key] = lease_id
+        self.schedule(entry)
+
+    def _free_key(self, entry: LeaseEntry) -> None:
+        key = entry.stored.lease_key
+        if self.lease_of_key.get(key) == entry.lease_id:
+            del self.lease_of_key[key]
 
     def link_leases(self) -> None:
         """Ties records to leases after a snapshot, whose keys come in any order."""
@@ -185,6 +206,46 @@ class BookFold:
             if engine.head.core.live:
                 self._hold(engine.engine_id, CORE, engine.head.core.lease_id)
 
+    # ---------------------------------------------------------------- leases
+
+    def schedule(self, entry: LeaseEntry) -> None:
+        """Has a lease looked at when its deadline comes, or sooner."""
+        if entry.deadline < entry.due:
+            entry.due = entry.deadline
+            heapq.heappush(self._due, (entry.due, entry.lease_id))
+
+    def next_due(self, now_s: float) -> LeaseEntry | None:
+        """A lease whose deadline has come."""
+        while self._due and self._due[0][0] <= now_s:
+            at, lease_id = self._due[0]
+            entry = self.leases.get(lease_id)
+            if entry is not None and entry.due == at:
+                if entry.deadline <= now_s:
+                    return entry
+                entry.due = float("inf")
+                self.schedule(entry)
+            heapq.heappop(self._due)
+        return None
+
+    def grant_grace(self, now: Instant) -> None:
+        """Gives every lease a full time to live from now (rule 8)."""
+        self.clock_s = now.mono_s
+        for entry in self.leases.values():
+            if not entry.stored.ended:
+                entry.deadline = now.mono_s + entry.ttl_s
+            entry.due = entry.deadline
+        self._due = [(entry.due, entry.lease_id) for entry in self.leases.values()]
+        heapq.heapify(self._due)
+
+    def next_deadline(self) -> float | None:
+        """Nothing is to do for `expire` before this monotonic instant; None
+        without leases."""
+        if self.unsaved:
+            return float("-inf")
+        return self._due[0][0] if self._due else None
+
+    # --------------------------------------------------------------- indexes
+
     def _hold(self, engine_id: str, slot: SlotKey, lease_id: str) -> None:
         entry = self.leases.get(lease_id)
         if entry is not None:
@@ -195,77 +256,52 @@ class BookFold:
         if entry is not None:
             entry.holds.discard((engine_id, slot))
 
-    # --------------------------------------------------------------- indexes
-
     def _list(self, engine: EngineState, slot: SlotKey) -> None:
         state = engine.live[slot]
         self._hold(engine.engine_id, slot, state.stored.lease_id)
-        for pair in state.addresses:
-            owners = self._addresses.setdefault(pair, set())
-            owners.add((engine.engine_id, slot))
-            if len(owners) > 1:
-                self._stir({owner for owner, _ in owners})
+        if state.addresses:
+            self.neighbours.enlist(engine.engine_id, slot, state.addresses)
 
     def _unlist(self, engine: EngineState, slot: SlotKey) -> None:
         state = engine.live[slot]
         self._unhold(engine.engine_id, slot, state.stored.lease_id)
-        for pair in state.addresses:
-            owners = self._addresses.get(pair, set())
-            if len(owners) > 1:
-                self._stir({owner for owner, _ in owners})
-            owners.discard((engine.engine_id, slot))
-            if not owners:
-                self._addresses.pop(pair, None)
+        if state.addresses:
+            self.neighbours.delist(engine.engine_id, slot, state.addresses)
 
     def _file(self, engine: EngineState) -> None:
-        """Keeps the indexes by group, by place, and of tombstones."""
-        head, engine_id = engine.head, engine.engine_id
-        if engine_id not in self.engines:
-            return
-        if engine.visible and not engine.live:
-            self.tombstones.add(engine_id)
-        else:
-            self.tombstones.discard(engine_id)
-        if engine.visible:
-            self.unused.discard(engine_id)
-        else:
-            self.unused.add(engine_id)
-        place = (head.group, head.replica, head.dp_rank) if engine.live else None
-        old = self._place_of.get(engine_id)
-        if place != old:
-            if old is not None:
-                self._leave(engine_id, old)
-            if place is not None:
-                members = self._places.setdefault(place, set())
-                members.add(engine_id)
-                self._place_of[engine_id] = place
-                self._stir(members)
-        if engine.visible:
-            self.groups.setdefault(head.group, set()).add(engine_id)
-        if len(engine.live) < engine.declared and len(self.groups.get(head.group, ())) > 1:
-            self._stir(self._forming_peers(engine))
-
-    def _leave(self, engine_id: str, place: tuple[str, str, int]) -> None:
-        members = self._places.get(place, set())
-        members.discard(engine_id)
-        self._place_of.pop(engine_id, None)
-        self._stir(members)
-        if not members:
-            self._places.pop(place, None)
-
-    def _forget(self, engine: EngineState) -> None:
+        """Keeps the indexes of tombstones, groups and neighbours."""
         engine_id = engine.engine_id
+        if not engine.visible:
+            self.unused.add(engine_id)
+            return
+        self.unused.discard(engine_id)
+        if engine.live:
+            self.tombstones.discard(engine_id)
+        else:
+            self.tombstones.add(engine_id)
+        group = engine.head.group
+        old = self._group_of.get(engine_id)
+        if group != old:
+            self._leave_group(engine_id)
+            self._group_of[engine_id] = group
+            self.groups.setdefault(group, set()).add(engine_id)
+        self.neighbours.file(engine)
+
+    def _leave_group(self, engine_id: str) -> None:
+        group = self._group_of.pop(engine_id, None)
+        if group is not None:
+            members = self.groups[group]
+            members.discard(engine_id)
+            if not members:
+                del self.groups[group]
+
+    def _forget(self, engine_id: str) -> None:
+        self.engines.pop(engine_id, None)
         self.tombstones.discard(engine_id)
         self.unused.discard(engine_id)
         self.stale.discard(engine_id)
-        place = self._place_of.get(engine_id)
-        if place is not None:
-            self._leave(engine_id, place)
-        members = self.groups.get(engine.head.group)
-        if members is not None:
-            members.discard(engine_id)
-            if not members:
-                del self.groups[engine.head.group]
+        self._leave_group(engine_id)
+        self.neighbours.forget(engine_id)
 
     def _stir(self, engine_ids: Iterable[str]) -> None:
         for engine_id in engine_ids:
@@ -273,73 +309,6 @@ class BookFold:
             if other is not None:
                 other.touch()
                 self._touched.add(engine_id)
-
-    def _forming_peers(self, engine: EngineState) -> list[str]:
-        """Engines of the same group, layout and DP rank that lack what this has."""
-        head, found = engine.head, []
-        for other_id in self.groups.get(head.group, ()):
-            other = self.engines[other_id]
-            if (
-                other_id != engine.engine_id
-                and 0 < len(other.live) < other.declared
-                and other.head.layout == head.layout
-                and other.head.dp_rank == head.dp_rank
-                and other.live.keys().isdisjoint(engine.live)
-            ):
-                found.append(other_id)
-        return found
-
-    def _neighbour_problems(self, engine: EngineState) -> list[v1.Problem]:
-        problems = []
-        warning = v1.SEVERITY_WARNING
-        head = engine.head
-        others = self.rivals(engine.engine_id)
-        if others:
-            problems.append(
-                v1.Problem(
-                    reason="PLACE_TAKEN_TWICE",
-                    severity=warning,
-                    message=f"{', '.join(others[:8])} also claim to be replica {head.replica} of "
-                    f"group {head.group}, DP rank {head.dp_rank}: give each replica its own name",
-                    metadata={
-                        "engines": ",".join(others[:8]),
-                        "group": head.group,
-                        "replica": head.replica,
-                        "dp_rank": str(head.dp_rank),
-                    },
-                )
-            )
-        if 0 < len(engine.live) < engine.declared:
-            halves = sorted(self._forming_peers(engine))
-            if halves:
-                problems.append(
-                    v1.Problem(
-                        reason="SPLIT_ENGINE",
-                        severity=warning,
-                        message=f"two engine ids claim one group: {engine.engine_id} and "
-                        f"{', '.join(halves[:8])} of group {head.group} each hold a part of the "
-                        "same grid; give all nodes of one engine the same engine_id",
-                        metadata={"engines": ",".join(halves[:8]), "group": head.group},
-                    )
-                )
-        shared = [
-            (pair, sorted(owners - {(engine.engine_id, slot)}))
-            for pair, slot in engine.shared_addresses().items()
-            for owners in [self._addresses.get(pair, set())]
-            if len(owners) > 1
-        ]
-        for (host, port), owners in shared[:8]:
-            other_id, other_slot = owners[0]
-            problems.append(
-                v1.Problem(
-                    reason="DUPLICATE_ADDRESS",
-                    severity=warning,
-                    message=f"{host}:{port} is also advertised by {other_id} "
-                    f"pp{other_slot[0]} tp{other_slot[2]}: two workers cannot listen on one port",
-                    metadata={"host": host, "port": str(port), "other_engine": other_id},
-                )
-            )
-        return problems
 
     # ------------------------------------------------------------------ read
 
@@ -353,12 +322,14 @@ class BookFold:
         engine = self.engines.get(engine_id)
         if engine is None or not engine.visible:
             return None
-        return engine.derive(self._neighbour_problems(engine) if engine.live else [])
+        return engine.derive(self.neighbours.problems)
 
     def state(self, engine_id: str) -> v1.State.ValueType:
         """State of an engine; UNSPECIFIED for one that never had a worker."""
-        engine = self.engine(engine_id)
-        return engine.state if engine is not None else v1.STATE_UNSPECIFIED
+        engine = self.engines.get(engine_id)
+        if engine is None or not engine.visible:
+            return v1.STATE_UNSPECIFIED
+        return engine.state()
 
     def workers(self, engine_id: str) -> Sequence[WorkerView]:
         """Live workers in slot order."""
@@ -388,11 +359,6 @@ class BookFold:
     def horizon_revision(self) -> int:
         """Tombstones at or below this revision may be gone."""
         return self.facts.horizon_revision
-
-    def rivals(self, engine_id: str) -> list[str]:
-        """Other live engines that claim an engine's place, by name."""
-        place = self._place_of.get(engine_id)
-        return sorted(self._places.get(place, set()) - {engine_id}) if place else []
 
     # ------------------------------------------------------------------ keys
 

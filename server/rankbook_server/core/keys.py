@@ -5,7 +5,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Key", "SlotKey", "engine_key", "lease_key", "namespace_key", "parse_key", "worker_key"]
+from rankbook import v1
+
+__all__ = [
+    "Key",
+    "SlotKey",
+    "engine_key",
+    "lease_key",
+    "namespace_key",
+    "parse_key",
+    "slot_key",
+    "slot_message",
+    "slot_text",
+    "worker_key",
+]
 
 SlotKey = tuple[int, int, int]
 """(pp_rank, pcp_rank, tp_rank): sorts as the grid does."""
@@ -18,6 +31,21 @@ class Key(NamedTuple):
     kind: str
     name: str
     slot: SlotKey | None
+
+
+def slot_key(slot: v1.Slot) -> SlotKey:
+    """A slot message as a key."""
+    return (slot.pp_rank, slot.pcp_rank, slot.tp_rank)
+
+
+def slot_message(slot: SlotKey) -> v1.Slot:
+    """A slot as a message."""
+    return v1.Slot(pp_rank=slot[0], pcp_rank=slot[1], tp_rank=slot[2])
+
+
+def slot_text(slot: SlotKey) -> str:
+    """A slot in words."""
+    return f"pp{slot[0]} pcp{slot[1]} tp{slot[2]}" if slot[1] else f"pp{slot[0]} tp{slot[2]}"
 
 
 def namespace_key(namespace: str) -> str:

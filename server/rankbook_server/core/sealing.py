@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rankbook import v1
 from rankbook.convert import timestamp
 from rankbook.errors import BadRequest, Incomplete, Reason, Refused, SealMismatch
 from rankbook.limits import check_core, check_slot
 from rankbook_server.core.admission import (
-    Granted,
     check_sequence,
     current_engine,
-    grant,
-    lease_message,
+    holders_with,
+    last_sequence,
+    refuse_reused,
     refuse_stale,
     slot_held,
 )
 from rankbook_server.core.decision import Decision, Instant, Note
-from rankbook_server.core.engine import EngineState, seal_digest, seal_piece, slot_text
+from rankbook_server.core.engine import EngineState, seal_digest, seal_piece
 from rankbook_server.core.fold import BookFold
-from rankbook_server.core.keys import SlotKey
-from rankbook_server.core.ops import Op, Txn
-from rankbook_server.core.writes import copy_head, slot_key
+from rankbook_server.core.heads import copy_head
+from rankbook_server.core.keys import SlotKey, slot_key, slot_text
+from rankbook_server.core.leases import Granted, grant, kept_lease
+from rankbook_server.core.ops import Txn
 
 __all__ = ["seal"]
 
@@ -36,32 +35,31 @@ def seal(
     check_sequence(request.sequence)
     check_core(request.core)
     engine = current_engine(book, request.engine_id, request.generation, request.epoch)
-    boot_id = request.core.process.boot_id
-    _check_whole(engine)
+    head, boot_id = engine.head, request.core.process.boot_id
     seen = _seen(request, engine)
-    _check_same(engine, seen)
-    _check_core_slot(book, engine, boot_id, request.sequence, now)
-
-    head = engine.head
-    if request.HasField("lease"):
-        lease = grant(book, request.lease, engine.engine_id, head.epoch, now)
-    else:
-        # A tool that seals an engine without a core: the engine's first worker
-        # keeps the core's record.
-        lease_id = engine.live[engine.order()[0]].stored.lease_id
-        lease = Granted(lease_id, book.leases[lease_id].stored, False)
     digest = seal_digest([seal_piece(slot, *seen[slot]) for slot in sorted(seen)])
-    stands = head.seal.number and head.seal.digest == digest and head.seal.boot_id == boot_id
-    same_core = (
-        head.core.live and head.core.record == request.core and head.core.lease_id == lease.lease_id
-    )
-    if stands and same_core and request.sequence == head.core.sequence:
+    stands = head.seal.number > 0 and head.seal.digest == digest and head.seal.boot_id == boot_id
+    same_core = head.core.live and head.core.record == request.core
+    if _has_turn(book, engine, boot_id, request.sequence, now):
+        if not (stands and same_core):
+            raise refuse_reused(boot_id, request.sequence, "the core's record")
+        lease = kept_lease(book, head.core.lease_id, now)
         written = head.core.write_revision or engine.head_revision
-        reply = _reply(book, head.seal, head.epoch, lease)
-        return Decision(None, lambda _: reply(written))
+        first = v1.SealEngineResponse(
+            seal=head.seal, epoch=head.epoch, revision=written, lease=lease
+        )
+        return Decision(None, lambda _: first)
+    _check_whole(engine)
+    _check_same(engine, seen)
 
+    if request.HasField("lease"):
+        granted = grant(book, request.lease, engine.engine_id, head.epoch, now)
+    else:
+        # A tool seals an engine without a core: the first worker keeps its record.
+        lease_id = engine.live[engine.order()[0]].stored.lease_id
+        granted = Granted(lease_id, (), kept_lease(book, lease_id, now))
     # The core that returns as it was, under another lease, is no news.
-    news = not (stands and head.core.live and head.core.record == request.core)
+    news = not (stands and same_core)
     told = copy_head(engine, visible_at=now if news else None)
     if not stands:
         told.seal.CopyFrom(
@@ -74,13 +72,13 @@ def seal(
         )
     told.core.CopyFrom(
         v1.StoredCore(
-            record=request.core, lease_id=lease.lease_id, sequence=request.sequence, live=True
+            record=request.core,
+            lease_id=granted.lease_id,
+            holders=holders_with(head.core.holders, boot_id, request.sequence),
+            live=True,
+            borrowed=not request.HasField("lease"),
         )
     )
-    ops: list[Op] = []
-    if lease.write:
-        ops.append(book.lease_put(lease.lease_id, lease.stored))
-    ops.append(book.head_put(engine.engine_id, told))
     note = Note(
         "engine_sealed",
         {
@@ -91,21 +89,14 @@ def seal(
             "workers": len(seen),
         },
     )
-    return Decision(Txn(tuple(ops)), _reply(book, told.seal, head.epoch, lease), (note,))
 
-
-def _reply(
-    book: BookFold, seal_: v1.Seal, epoch: int, lease: Granted
-) -> Callable[[int], v1.SealEngineResponse]:
     def reply(revision: int) -> v1.SealEngineResponse:
         return v1.SealEngineResponse(
-            seal=seal_,
-            epoch=epoch,
-            revision=revision,
-            lease=lease_message(book, lease.lease_id, lease.stored),
+            seal=told.seal, epoch=head.epoch, revision=revision, lease=granted.message
         )
 
-    return reply
+    ops = (*granted.ops, book.head_put(engine.engine_id, told))
+    return Decision(Txn(ops), reply, (note,) if news else ())
 
 
 def _check_whole(engine: EngineState) -> None:
@@ -124,7 +115,7 @@ def _check_whole(engine: EngineState) -> None:
                 what: names,
             },
         )
-    problems = [p for p in engine.derive([]).problems if p.severity == v1.SEVERITY_ERROR]
+    problems = engine.errors()
     if problems:
         raise Refused(
             f"engine {engine.engine_id} is INVALID: {problems[0].message}",
@@ -136,6 +127,11 @@ def _check_whole(engine: EngineState) -> None:
 def _seen(request: v1.SealEngineRequest, engine: EngineState) -> dict[SlotKey, tuple[str, bytes]]:
     seen: dict[SlotKey, tuple[str, bytes]] = {}
     for item in request.slots:
+        if not item.HasField("slot"):
+            raise BadRequest(
+                "slots.slot is absent: a seal names every slot",
+                metadata={"field": "slots.slot", "value": None, "rule": "slot is required"},
+            )
         check_slot(item.slot, engine.head.layout, "slots.slot")
         slot = slot_key(item.slot)
         if slot in seen:
@@ -172,17 +168,27 @@ def _check_same(engine: EngineState, seen: dict[SlotKey, tuple[str, bytes]]) -> 
         )
 
 
-def _check_core_slot(
+def _has_turn(
     book: BookFold, engine: EngineState, boot_id: str, sequence: int, now: Instant
-) -> None:
-    """The core's record has one holder, whose writes are ordered (rules 5 and 6)."""
+) -> bool:
+    """Whether a seal repeats the core's last one; the core's record has one
+    holder, whose writes are ordered, as a slot has.
+
+    Raises:
+        Conflict: Another live core holds the record.
+        Refused: The sequence is behind.
+    """
     core = engine.head.core
     holder = core.record.process.boot_id
-    if holder == boot_id:
-        if sequence < core.sequence:
-            raise refuse_stale(boot_id, sequence, core.sequence, None, closed=False)
-        return
-    if core.live:
+    last = last_sequence(core.holders, boot_id)
+    if core.live and holder == boot_id:
+        if sequence < last:
+            raise refuse_stale(boot_id, sequence, last, None, closed=False)
+        return sequence == last
+    if core.live and not core.borrowed:
         held = slot_held(book, engine, "the core's record", holder, core.lease_id, boot_id, now)
         if held is not None:
             raise held
+    if last and sequence <= last:
+        raise refuse_stale(boot_id, sequence, last, None, closed=True)
+    return False

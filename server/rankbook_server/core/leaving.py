@@ -1,0 +1,221 @@
+"""Decisions that take records out: deregistration, and the end of a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rankbook import v1
+from rankbook.convert import timestamp
+from rankbook.errors import LimitExceeded, NotFound, Reason
+from rankbook.limits import check_id, check_slot
+from rankbook_server.core.admission import (
+    check_sequence,
+    current_engine,
+    holders_with,
+    last_sequence,
+    refuse_stale,
+)
+from rankbook_server.core.decision import Decision, Instant, Note, maintenance
+from rankbook_server.core.engine import EngineState
+from rankbook_server.core.fold import CORE, BookFold
+from rankbook_server.core.heads import copy_head
+from rankbook_server.core.keys import SlotKey, lease_key, slot_key, slot_text
+from rankbook_server.core.leases import ttl_ops
+from rankbook_server.core.ops import MAX_TXN_OPS, Delete, Op, Txn
+
+__all__ = ["deregister", "expire", "removal_ops", "revoke"]
+
+_REMOVED_AT_ONCE = MAX_TXN_OPS - 28
+"""Slots taken out by one transaction; leaves room for heads and the lease."""
+_ENGINES_AT_ONCE = 16
+
+
+def removal_ops(
+    book: BookFold,
+    engine: EngineState,
+    slots: Iterable[SlotKey],
+    now: Instant,
+    *,
+    sequence: int = 0,
+) -> list[Op]:
+    """Takes live slots out and closes their holders' sequences.
+
+    Args:
+        book: The book.
+        engine: The engine.
+        slots: Live slots, or `CORE` for the core's own record.
+        now: When.
+        sequence: Closes at this number where it is above the holder's last.
+    """
+    gone = set(slots)
+    core = CORE in gone
+    gone.discard(CORE)
+    stamp = timestamp(now.unix_s)
+    ops: list[Op] = []
+    for slot in sorted(gone):
+        state = engine.live[slot]
+        holder = state.stored.holders[-1]
+        closed = v1.StoredWorker(
+            version=1,
+            epoch=state.epoch,
+            holders=holders_with(
+                state.stored.holders, holder.boot_id, max(holder.sequence, sequence)
+            ),
+            change_time=stamp,
+        )
+        ops.append(book.worker_put(engine.engine_id, slot, closed))
+    last = bool(gone) and len(gone) == len(engine.live)
+    if core or last or engine.unsaved:
+        head = copy_head(engine, visible_at=now)
+        if core:
+            head.core.live = False
+            holder = head.core.holders[-1]
+            holder.sequence = max(holder.sequence, sequence)
+        if last:
+            head.gone_time.CopyFrom(stamp)
+            heir = _heir(book, engine)
+            if heir is not None:
+                head.successor.CopyFrom(heir)
+        ops.insert(0, book.head_put(engine.engine_id, head))
+    return ops
+
+
+def _heir(book: BookFold, engine: EngineState) -> v1.Successor | None:
+    """Another live engine that already claims the dying one's place."""
+    for other_id in book.neighbours.rivals(engine.engine_id):
+        other = book.engines[other_id].head
+        return v1.Successor(engine_id=other_id, epoch=other.epoch, generation=other.generation)
+    return None
+
+
+def deregister(
+    book: BookFold, request: v1.DeregisterRequest, now: Instant
+) -> Decision[v1.DeregisterResponse]:
+    """Takes a holder's records out; a second call finds nothing to do."""
+    check_sequence(request.sequence)
+    boot_id = check_id("boot_id", request.boot_id)
+    engine = current_engine(book, request.engine_id, request.generation, request.epoch)
+    for named in request.slots:
+        check_slot(named, engine.head.layout, "slots")
+    core = engine.head.core
+    if request.slots:
+        wanted = sorted({slot_key(named) for named in request.slots})
+    else:
+        wanted = [s for s in engine.order() if _holds(engine, s, boot_id)]
+        if core.live and core.record.process.boot_id == boot_id:
+            wanted.append(CORE)
+        if not wanted and not _ever_held(engine, boot_id):
+            raise _never_held(engine, boot_id, "anything")
+    found: list[SlotKey] = []
+    for slot in wanted:
+        last = last_sequence(_holders(engine, slot), boot_id)
+        if slot != CORE and not _holds(engine, slot, boot_id):
+            if last:
+                continue
+            raise _never_held(engine, boot_id, slot_text(slot))
+        if request.sequence <= last:
+            where = slot if slot != CORE else None
+            raise refuse_stale(boot_id, request.sequence, last, where, closed=False)
+        found.append(slot)
+    if len(found) > _REMOVED_AT_ONCE:
+        raise LimitExceeded(
+            f"{len(found)} slots are more than the {_REMOVED_AT_ONCE} one call takes out: name "
+            "them in parts, or revoke the lease",
+            metadata={"limit": "slots", "value": len(found), "bound": _REMOVED_AT_ONCE},
+        )
+    if not found:
+        return Decision(None, lambda revision: v1.DeregisterResponse(revision=revision))
+    removed = sum(slot != CORE for slot in found)
+    ops = removal_ops(book, engine, found, now, sequence=request.sequence)
+    return Decision(
+        Txn(tuple(ops)),
+        lambda revision: v1.DeregisterResponse(removed=removed, revision=revision),
+    )
+
+
+def _holds(engine: EngineState, slot: SlotKey, boot_id: str) -> bool:
+    state = engine.live.get(slot)
+    return state is not None and state.stored.holders[-1].boot_id == boot_id
+
+
+def _holders(engine: EngineState, slot: SlotKey) -> Iterable[v1.StoredHolder]:
+    if slot == CORE:
+        return engine.head.core.holders
+    state = engine.slots.get(slot)
+    return state.stored.holders if state and state.epoch == engine.head.epoch else ()
+
+
+def _ever_held(engine: EngineState, boot_id: str) -> bool:
+    return any(last_sequence(_holders(engine, slot), boot_id) for slot in (CORE, *engine.slots))
+
+
+def _never_held(engine: EngineState, boot_id: str, what: str) -> NotFound:
+    return NotFound(
+        f"{boot_id} never held {what} of {engine.engine_id}",
+        reason=Reason.WORKER_NOT_FOUND,
+        metadata={"engine_id": engine.engine_id, "boot_id": boot_id, "slot": what},
+    )
+
+
+def revoke(
+    book: BookFold, request: v1.RevokeLeaseRequest, now: Instant
+) -> Decision[v1.RevokeLeaseResponse]:
+    """Ends a lease with what it keeps; a second call finds nothing to do."""
+    lease_id = check_id("lease_id", request.lease_id)
+    if lease_id not in book.leases:
+        if lease_id in book.ended:
+            return Decision(None, lambda revision: v1.RevokeLeaseResponse(revision=revision))
+        raise NotFound(
+            f"lease {lease_id} was never granted in namespace {book.namespace}",
+            reason=Reason.LEASE_NOT_FOUND,
+            metadata={"lease_id": lease_id, "namespace": book.namespace},
+        )
+    ops, removed = _end_ops(book, lease_id, now)
+    return Decision(
+        Txn(tuple(ops)),
+        lambda revision: v1.RevokeLeaseResponse(removed=removed, revision=revision),
+    )
+
+
+def _end_ops(book: BookFold, lease_id: str, now: Instant) -> tuple[list[Op], int]:
+    """The next piece of a lease's end: records, then the lease itself. What one
+    transaction cannot hold goes with the next expiry."""
+    entry = book.leases[lease_id]
+    by_engine: dict[str, list[SlotKey]] = {}
+    for engine_id, slot in sorted(entry.holds)[:_REMOVED_AT_ONCE]:
+        by_engine.setdefault(engine_id, []).append(slot)
+        if len(by_engine) == _ENGINES_AT_ONCE:
+            break
+    ops: list[Op] = []
+    for engine_id, slots in by_engine.items():
+        ops += removal_ops(book, book.engines[engine_id], slots, now)
+    taken = sum(len(slots) for slots in by_engine.values())
+    if taken == len(entry.holds):
+        ops.append(Delete(lease_key(book.namespace, lease_id)))
+    elif not entry.stored.ended:
+        ended = v1.StoredLease()
+        ended.CopyFrom(entry.stored)
+        ended.ended = True
+        ops.append(book.lease_put(lease_id, ended))
+    removed = sum(1 for slots in by_engine.values() for slot in slots if slot != CORE)
+    return ops, removed
+
+
+def expire(book: BookFold, now: Instant) -> Decision[None] | None:
+    """The next piece of what is due: times to live to write down, then at most
+    one lease that ran out."""
+    if book.unsaved:
+        return maintenance(ttl_ops(book))
+    due = book.next_due(now.mono_s)
+    if due is None:
+        return None
+    ops, removed = _end_ops(book, due.lease_id, now)
+    note = Note(
+        "lease_expired",
+        {
+            "lease_id": due.lease_id,
+            "removed": removed,
+            "engines": sorted({engine_id for engine_id, _ in due.holds})[:8],
+        },
+    )
+    return maintenance(ops, (note,) if removed else ())
