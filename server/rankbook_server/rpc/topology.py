@@ -6,7 +6,7 @@ from rankbook import v1
 from rankbook.errors import BadRequest, Gone, Incomplete, NotFound, RankbookError, Reason, Refused
 from rankbook.limits import MAX_REPLY_BYTES, check_id, check_namespace, check_slot
 from rankbook_server.clock import Clock
-from rankbook_server.core.engine import slot_text
+from rankbook_server.core.keys import slot_text
 from rankbook_server.registry import Registry
 from rankbook_server.view import EngineView, View
 from rankbook_server.waiters import Waiters
