@@ -133,7 +133,8 @@ def _head(topology: Topology, now: dt.datetime, glyphs: Glyphs, wide: bool) -> I
     if engine.core is not None and (wide or engine.core.addresses or engine.core.connector):
         process = engine.core.process
         where = [address_text(address) for address in engine.core.addresses]
-        name = f"{process.hostname or 'process'}:{process.pid or '?'}"
+        name = process.hostname or process.boot_id
+        name += f" pid {process.pid}" if process.pid else ""
         yield _facts(("core", " ".join([clean(name), *where])), ("", engine.core.connector))
     if wide and engine.model is not None:
         model = engine.model

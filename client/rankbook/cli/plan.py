@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -17,7 +18,9 @@ from rankbook.cli.invocation import (
     pass_invocation,
 )
 from rankbook.cli.output import Column, Table, error_json
+from rankbook.cli.words import slots_text
 from rankbook.errors import Incompatible
+from rankbook.model import Slot
 
 __all__ = ["LayerCounts", "compare", "compare_table", "consumers_table", "plan", "producers_table"]
 
@@ -42,11 +45,15 @@ class LayerCounts(click.ParamType[tuple[int, ...]]):
 
 
 def _rank(rank: dict[str, Any]) -> str:
-    return f"pp{rank['pp_rank']}.tp{rank['tp_rank']}"
+    return f"pp{rank['pp_rank']} tp{rank['tp_rank']}"
+
+
+def _ranks(ranks: Iterable[dict[str, Any]]) -> str:
+    return slots_text(Slot(rank["pp_rank"], 0, rank["tp_rank"]) for rank in ranks)
 
 
 def consumers_table(plan: dict[str, Any]) -> Table:
-    """What each consumer rank does; a line for each producer rank it reads from."""
+    """What each consumer rank does: a line for each producer rank it reads from."""
     table = Table(
         [
             Column("CONSUMER"),
@@ -58,26 +65,29 @@ def consumers_table(plan: dict[str, Any]) -> Table:
         ]
     )
     for consumer in plan["consumers"]:
-        reads = consumer["read"] or [None]
-        contact = " ".join(map(_rank, consumer["contact"]))
-        for number, read in enumerate(reads):
-            first = number == 0
+        contacts, count = _ranks(consumer["contact"]), str(consumer["expected_completions"])
+        for read in consumer["read"]:
             table.add(
-                _rank(consumer) if first else Text(""),
-                _rank(read) if read else "nobody",
-                f"[{read['start_layer']},{read['end_layer']})" if read else "",
-                f"[{read['start_head']},{read['end_head']})" if read else "",
-                contact if first else Text(""),
-                str(consumer["expected_completions"]) if first else Text(""),
+                _rank(consumer),
+                _rank(read),
+                f"[{read['start_layer']},{read['end_layer']})",
+                f"[{read['start_head']},{read['end_head']})",
+                contacts,
+                count,
             )
+        if not consumer["read"]:
+            table.add(_rank(consumer), "nobody", "", "", contacts, count)
     return table
 
 
 def producers_table(plan: dict[str, Any]) -> Table:
-    """How many consumer ranks each producer rank waits for."""
-    table = Table([Column("PRODUCER"), Column("WAITS FOR", right=True)])
+    """How many consumer ranks each producer rank waits for; equal ones on one line."""
+    table = Table([Column("PRODUCERS"), Column("WAIT FOR", right=True)])
+    counts: dict[int, list[dict[str, Any]]] = {}
     for producer in plan["producers"]:
-        table.add(_rank(producer), str(producer["consumer_count"]))
+        counts.setdefault(producer["consumer_count"], []).append(producer)
+    for count, producers in counts.items():
+        table.add(_ranks(producers), str(count))
     return table
 
 

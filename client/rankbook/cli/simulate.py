@@ -214,7 +214,6 @@ class _Engine:
         self._fleet = fleet
         self._client = client
         self._shape = shape
-        self._number = number
         self._ttl_s = ttl_s
         self._with_seal = seal
         self.engine_id = f"{shape.group}-{number}"
@@ -236,7 +235,6 @@ class _Engine:
             self._shape,
             engine_id=self.engine_id,
             generation=generation,
-            number=self._number,
             boot_ids=[rankbook.new_id() for _ in range(count)],
         )
         # Nothing of the start before is renewed from here on.

@@ -27,6 +27,7 @@ _RANKS_PER_HOST = 8
 _BLOCK_TOKENS = 16
 _HEADS = 8
 _HEAD_SIZE = 128
+_FIRST_PORT = 5600
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Shape:
 
 
 def make_records(
-    shape: Shape, *, engine_id: str, generation: str, number: int, boot_ids: Sequence[str]
+    shape: Shape, *, engine_id: str, generation: str, boot_ids: Sequence[str]
 ) -> list[WorkerRecord]:
     """One record a slot, in slot order.
 
@@ -53,7 +54,6 @@ def make_records(
         shape: Sizes and role.
         engine_id: Name of the engine.
         generation: Token of the start.
-        number: Of the engine among the made-up ones; keeps its addresses apart.
         boot_ids: One a slot: every worker is a process of its own.
 
     Raises:
@@ -64,6 +64,7 @@ def make_records(
     layout = Layout(shape.pp_size, shape.tp_size, shape.num_layers)
     heads = max(1, _HEADS // shape.tp_size)
     factors = {"connector": "SimulatedConnector", "transfer_mode": "pull"}
+    first_host = int.from_bytes(_digest(engine_id)[:4], "big")
     records = []
     for rank, boot_id in enumerate(boot_ids):
         slot = Slot(pp_rank=rank // shape.tp_size, tp_rank=rank % shape.tp_size)
@@ -93,12 +94,11 @@ def make_records(
                     attention_backend="SIMULATED",
                 ),
                 compat=Compat(_digest(*sorted(factors.items())).hex(), factors),
-                # 198.18.0.0/15 is set aside for benchmarks: nobody answers there.
                 addresses=(
                     Address(
                         "zmq",
-                        f"198.18.{number % 256}.{host % 250 + 1}",
-                        5600 + number // 256 * _RANKS_PER_HOST + rank % _RANKS_PER_HOST,
+                        _host(first_host + host),
+                        _FIRST_PORT + rank % _RANKS_PER_HOST,
                         "side-channel",
                     ),
                 ),
@@ -106,12 +106,18 @@ def make_records(
                     "rankbook.simulated", 1, _payload(generation, rank, shape.payload_bytes)
                 ),
                 process=Process(
-                    boot_id=boot_id, hostname=f"sim-{number}-node-{host}", device=f"SIM-{rank}"
+                    boot_id=boot_id, hostname=f"{engine_id}-node-{host}", device=f"SIM-{rank}"
                 ),
                 labels={"simulated": "true"},
             )
         )
     return records
+
+
+def _host(number: int) -> str:
+    """An address of 198.18.0.0/15: set aside for benchmarks, so nobody answers there."""
+    number %= 2 * 256 * 256
+    return f"198.{18 + number // 65_536}.{number // 256 % 256}.{number % 256}"
 
 
 def _digest(*parts: object) -> bytes:

@@ -161,12 +161,12 @@ def test_a_plan_reads_a_line_a_read() -> None:
         "producers": [{"pp_rank": 0, "tp_rank": 0, "consumer_count": 1}],
     }
     expected = """\
-CONSUMER  READS FROM  LAYERS   HEADS  CONTACTS         WAITS FOR
-pp0.tp0   pp0.tp0     [0,20)   [0,4)  pp0.tp0 pp1.tp0          2
--         pp1.tp0     [20,30)  [0,4)  -                        -
+CONSUMER  READS FROM  LAYERS   HEADS  CONTACTS   WAITS FOR
+pp0 tp0   pp0 tp0     [0,20)   [0,4)  pp0-1 tp0          2
+pp0 tp0   pp1 tp0     [20,30)  [0,4)  pp0-1 tp0          2
 """
     assert expected == plain(consumers_table(plan))
-    assert plain(producers_table(plan)) == "PRODUCER  WAITS FOR\npp0.tp0           1\n"
+    assert plain(producers_table(plan)) == "PRODUCERS  WAIT FOR\npp0 tp0           1\n"
 
 
 def test_an_event_says_what_changed_and_what_it_was(make_topology: Make, now: dt.datetime) -> None:
