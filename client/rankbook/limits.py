@@ -78,7 +78,10 @@ _SHOWN_CHARS = 64
 
 def _shown(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} chars)"
+    if len(text) <= _SHOWN_CHARS:
+        return text
+    length = len(value) if isinstance(value, str) else len(text)
+    return f"{text[:_SHOWN_CHARS]}... ({length} characters)"
 
 
 def _bad(field: str, value: object, rule: str) -> BadRecord:
