@@ -43,6 +43,15 @@ class _Known:
     cells: dict[Slot, tuple[WorkerRecord, WorkerStatus]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Held:
+    """An engine whose change is coming in."""
+
+    before: _Known | None
+    was_unconfirmed: bool
+    changed: set[Slot] = field(default_factory=set)
+
+
 class WatchFold:
     """The state of one watch. Not thread-safe; the topologies it gives are immutable."""
 
@@ -57,6 +66,7 @@ class WatchFold:
         self._topologies: dict[str, Topology] = {}
         self._unconfirmed: set[str] = set()
         self._baseless: set[str] = set()
+        self._held: dict[str, _Held] = {}
         self._floor = from_revision
         self._floor_book = book_id
         self._revision = from_revision
@@ -105,12 +115,17 @@ class WatchFold:
             self._baseless.clear()
             self._revision, self._book_id = 0, ""
             self._synced = False
-        same_book = not self._known_book or response.book_id == self._known_book
+        if self._known_book and response.book_id != self._known_book:
+            # Equal numbers of two books say nothing.
+            self._floor = 0
         for event in response.events:
-            self._take(event, response, same_book, events)
+            self._take(event, response, events)
         if response.synced:
+            for name in sorted(self._held):
+                self._release(name, response, events)
             for name in sorted(self._unconfirmed):
-                self._forget(name, response, events)
+                head = dataclasses.replace(self._known[name].head, state=State.GONE, present=0)
+                self._remove(name, head, response.book_revision, response, events)
             self._unconfirmed.clear()
             self._synced = True
             if self._baseless:
@@ -121,85 +136,88 @@ class WatchFold:
         return tuple(events)
 
     def _take(
-        self,
-        event: v1.WatchEvent,
-        response: v1.WatchResponse,
-        same_book: bool,
-        events: list[WatchEvent],
+        self, event: v1.WatchEvent, response: v1.WatchResponse, events: list[WatchEvent]
     ) -> None:
         name = event.engine.engine_id
+        head = to_model(event.engine, Engine)
         known = self._known.get(name)
-        confirmed = name not in self._unconfirmed
-        self._unconfirmed.discard(name)
         if event.type == v1.EVENT_TYPE_REMOVED:
             self._baseless.discard(name)
-            if known is None and not self._floor:
-                return
-            head = to_model(event.engine, Engine)
-            self._known.pop(name, None)
-            self._topologies.pop(name, None)
-            removed = tuple(sorted(known.cells)) if known is not None else ()
-            topology = Topology(head, (), (), response.book_id, response.book_revision)
-            events.append(
-                WatchEvent(
-                    EventType.REMOVED, head.revision, topology, removed=tuple(sorted(removed))
-                )
-            )
+            self._unconfirmed.discard(name)
+            if known is not None or self._floor:
+                self._remove(name, head, head.revision, response, events)
             return
-        head = to_model(event.engine, Engine)
         whole = event.type == v1.EVENT_TYPE_ADDED or event.replace
         if not whole and (known is None or known.head.generation != head.generation):
             self._baseless.add(name)
             return
         self._baseless.discard(name)
+        if name not in self._held:
+            self._held[name] = _Held(known, name in self._unconfirmed)
+        self._unconfirmed.discard(name)
+        held = self._held[name]
         cells = {} if whole or known is None else dict(known.cells)
-        before = known.cells if known is not None else {}
-        changed = []
         for worker, status in zip(event.workers, event.statuses, strict=True):
             record = to_model(worker, WorkerRecord)
-            changed.append(record.slot)
+            held.changed.add(record.slot)
             cells[record.slot] = (record, to_model(status, WorkerStatus))
         for gone in event.removed_slots:
             cells.pop(to_model(gone, Slot), None)
-        slots = sorted(cells)
+        self._known[name] = _Known(head, cells)
+        # An engine too large for one message comes in several; none is told of
+        # before it is whole.
+        if response.synced or len(cells) >= head.present:
+            self._release(name, response, events)
+
+    def _release(self, name: str, response: v1.WatchResponse, events: list[WatchEvent]) -> None:
+        held = self._held.pop(name)
+        known = self._known[name]
+        slots = sorted(known.cells)
         topology = Topology(
-            engine=head,
-            workers=tuple(cells[slot][0] for slot in slots),
-            statuses=tuple(cells[slot][1] for slot in slots),
+            engine=known.head,
+            workers=tuple(known.cells[slot][0] for slot in slots),
+            statuses=tuple(known.cells[slot][1] for slot in slots),
             book_id=response.book_id,
             book_revision=response.book_revision,
         )
-        news = known is None or not same_book or head != known.head or cells != known.cells
-        self._known[name] = _Known(head, cells)
         self._topologies[name] = topology
-        if not news and not confirmed:
+        before = held.before
+        if held.was_unconfirmed and before is not None and before == known:
             return
         if (
-            known is None
-            and self._floor
-            and head.revision <= self._floor
-            and (not self._floor_book or self._floor_book == response.book_id)
+            before is None
+            and known.head.revision <= self._floor
+            and (self._floor_book in ("", response.book_id))
         ):
             return
         events.append(
             WatchEvent(
-                type=EventType.ADDED if known is None else EventType.MODIFIED,
-                revision=head.revision,
+                type=EventType.ADDED if before is None else EventType.MODIFIED,
+                revision=known.head.revision,
                 topology=topology,
-                changed=tuple(sorted(changed)),
-                removed=tuple(sorted(set(before) - set(cells))),
+                changed=tuple(sorted(held.changed & known.cells.keys())),
+                removed=tuple(sorted(before.cells.keys() - known.cells.keys())) if before else (),
             )
         )
 
-    def _forget(self, name: str, response: v1.WatchResponse, events: list[WatchEvent]) -> None:
-        known = self._known.pop(name)
-        del self._topologies[name]
-        head = dataclasses.replace(known.head, state=State.GONE, present=0)
+    def _remove(
+        self,
+        name: str,
+        head: Engine,
+        revision: int,
+        response: v1.WatchResponse,
+        events: list[WatchEvent],
+    ) -> None:
+        known = self._known.pop(name, None)
+        self._topologies.pop(name, None)
+        held = self._held.pop(name, None)
+        if held is not None and held.before is None:
+            return
         events.append(
             WatchEvent(
                 type=EventType.REMOVED,
-                revision=response.book_revision,
+                revision=revision,
                 topology=Topology(head, (), (), response.book_id, response.book_revision),
-                removed=tuple(sorted(known.cells)),
+                removed=tuple(sorted(known.cells)) if known is not None else (),
             )
         )

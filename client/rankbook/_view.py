@@ -184,9 +184,8 @@ class TopologyView:
                     self._heard_s = _clock.mono_s()
                 with self._cond:
                     # A state that is only half told is not shown.
-                    if step.synced or (not self._synced_once and step.events):
-                        self._snapshot = watch.fold.topologies
                     if step.synced:
+                        self._snapshot = watch.fold.topologies
                         self._revision = watch.fold.resume[0]
                         self._synced_once = True
                     self._connected = step.synced
