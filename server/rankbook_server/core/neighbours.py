@@ -104,7 +104,7 @@ class Neighbours:
             if bucket is not None:
                 self._forming_of[engine_id] = bucket
                 self._forming.setdefault(bucket, set()).add(engine_id)
-        if bucket is not None:
+        if bucket is not None and len(self._forming[bucket]) > 1:
             self._stir_forming(bucket)
 
     def forget(self, engine_id: str) -> None:
@@ -135,7 +135,7 @@ class Neighbours:
     def _stir_forming(self, bucket: tuple[str, int]) -> None:
         members = self._forming[bucket]
         # One more than is looked at, for the step down from there.
-        if 0 < len(members) <= _MAX_FORMING + 1:
+        if len(members) <= _MAX_FORMING + 1:
             self._stir(members)
 
     # --------------------------------------------------------------- reading
