@@ -74,9 +74,9 @@ def run(folder: Path) -> int:
         watcher.wait_for(lambda state: state is rankbook.State.GONE, 60, since=killed)
         say("what a peer that watches was told")
         for when, event in watcher.seen:
-            told = event.topology.engine
+            now = event.topology.engine
             sys.stdout.write(
-                f"{when - killed:+8.2f} s  {told.state:<9} {told.present} of {told.declared} ranks\n"
+                f"{when - killed:+8.2f} s  {now.state:<9} {now.present} of {now.declared} ranks\n"
             )
         return int(bool(failed) or at - killed > 2.0)
     finally:

@@ -47,16 +47,14 @@ class Registry:
         command = [sys.executable, "-m", "rankbook_server.app", "--store", "memory:"]
         command += ["--listen", f"127.0.0.1:{port}", "--http", "127.0.0.1:0"]
         command += ["--ready-file", str(ready)]
-        self._process = subprocess.Popen(
-            command,
-            stdout=(folder / "rankbookd.log").open("ab"),
-            stderr=subprocess.STDOUT,
-        )
+        log = folder / "rankbookd.log"
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 60
         while not ready.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                raise RuntimeError((folder / "rankbookd.log").read_text())
+                raise RuntimeError(log.read_text())
             time.sleep(0.05)
         self.address: str = json.loads(ready.read_text())["grpc"]
 
@@ -102,6 +100,7 @@ class Engine:
         pp_size: int = 2,
         settings: dict | None = None,
         extra: dict | None = None,
+        arguments: tuple[str, ...] = (),
         env: dict | None = None,
     ) -> None:
         """Starts it and returns at once.
@@ -114,6 +113,7 @@ class Engine:
             pp_size: Pipeline stages.
             settings: The connector's "rankbook" settings.
             extra: More of its extra config.
+            arguments: More arguments of vLLM's server.
             env: More environment.
         """
         self.port = free_port()
@@ -138,30 +138,32 @@ class Engine:
         # Not --enforce-eager: without a warm-up the second stage has no buffers on CPU.
         command += ["-cc", '{"mode": 2, "backend": "eager"}']
         command += ["--pipeline-parallel-size", str(pp_size)]
-        command += ["--kv-transfer-config", json.dumps(transfer)]
-        self.process = subprocess.Popen(
-            command,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(HERE / "quiet"),
-                "HF_HUB_OFFLINE": "1",
-                "TRANSFORMERS_OFFLINE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "DO_NOT_TRACK": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": "1",
-                "VLLM_HOST_IP": "127.0.0.1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "UCX_TLS": "tcp,self,sm",
-                "UCX_NET_DEVICES": "lo",
-                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
-                **(env or {}),
-            },
-            stdout=self.log.open("wb"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        command += ["--kv-transfer-config", json.dumps(transfer), *arguments]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(HERE / "quiet"),
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "UCX_TLS": "tcp,self,sm",
+            "UCX_NET_DEVICES": "lo",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
+            **(env or {}),
+        }
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         self._family: list[int] = []
 
     def wait_serving(self) -> None:

@@ -18,6 +18,8 @@ def engine(start_engine, registry):
     made = start_engine(
         engine_id=ENGINE,
         connector="MultiConnector",
+        # By default vLLM kills its own processes; with time to end they sign out.
+        arguments=("--shutdown-timeout", "20"),
         settings={"endpoints": registry.address, "ttl_s": 60, "required": True},
         extra={
             "connectors": [

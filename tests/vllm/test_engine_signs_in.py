@@ -88,18 +88,14 @@ def test_the_payload_is_byte_for_byte_what_vllm_itself_serves(engine, topology, 
 
 def test_the_payload_is_that_stages_own(topology):
     import msgspec
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-        NixlAgentMetadata,
-        NixlHandshakePayload,
-    )
 
     for worker in topology.workers:
-        payload = msgspec.msgpack.Decoder(NixlHandshakePayload).decode(worker.handshake.payload)
-        agent = msgspec.msgpack.Decoder(NixlAgentMetadata).decode(payload.agent_metadata_bytes)
-        assert agent.engine_id == ENGINE
-        assert tuple(agent.region_names) == worker.layers.names
-        assert worker.compat.hash == payload.compatibility_hash
-        assert worker.kv.block_len_bytes == agent.block_lens[0]
+        payload = msgspec.msgpack.decode(worker.handshake.payload)
+        agent = msgspec.msgpack.decode(payload["agent_metadata_bytes"])
+        assert agent["engine_id"] == ENGINE
+        assert tuple(agent["region_names"]) == worker.layers.names
+        assert worker.compat.hash == payload["compatibility_hash"]
+        assert worker.kv.block_len_bytes == agent["block_lens"][0]
 
 
 def test_a_record_has_the_geometry_of_the_model_and_its_cache(topology):
