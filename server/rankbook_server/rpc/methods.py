@@ -9,10 +9,12 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from rankbook import v1
+from rankbook.v1 import registry_pb2
 
 __all__ = ["BY_FIELD", "SERVICE", "Method"]
 
-SERVICE = "rankbook.v1.Registry"
+SERVICE = registry_pb2.DESCRIPTOR.services_by_name["Registry"].full_name
+"""Full name of the service."""
 
 
 @dataclass(frozen=True, slots=True)
