@@ -10,7 +10,7 @@ from typing import IO, Any
 import click
 
 import rankbook
-from rankbook import _clock, v1
+from rankbook import _clock, limits, v1
 from rankbook.cli.durations import SECONDS
 from rankbook.cli.invocation import Invocation, Reported, global_options, pass_invocation
 from rankbook.cli.output import error_json
@@ -141,7 +141,7 @@ class _Hold:
                 start,
                 endpoints=settings.endpoints,
                 namespace=settings.namespace,
-                ttl_s=ttl_s or 10.0,
+                ttl_s=min(max(ttl_s or limits.DEFAULT_TTL_S, limits.MIN_TTL_S), limits.MAX_TTL_S),
                 token=settings.token,
                 on_change=self._changed,
             )
