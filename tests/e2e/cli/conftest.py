@@ -1,0 +1,177 @@
+"""What the tests against a real server are made of."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rankbook.model import (
+    CoreRecord,
+    Handshake,
+    Layers,
+    Layout,
+    Process,
+    Role,
+    SealedSlot,
+    Slot,
+    Topology,
+    WorkerRecord,
+)
+
+_numbers = itertools.count(1)
+
+
+def make_record(
+    engine_id: str,
+    pp_rank: int = 0,
+    tp_rank: int = 0,
+    *,
+    generation: str = "g1",
+    pp_size: int = 1,
+    tp_size: int = 1,
+    num_layers: int = 8,
+    boot_id: str | None = None,
+    payload: bytes = b"agent",
+) -> WorkerRecord:
+    """A record in a grid whose layers are split evenly over the stages."""
+    per_stage = num_layers // pp_size
+    return WorkerRecord(
+        group="prefill-a",
+        engine_id=engine_id,
+        generation=generation,
+        role=Role.PRODUCER,
+        layout=Layout(pp_size=pp_size, tp_size=tp_size, num_layers=num_layers),
+        slot=Slot(pp_rank, 0, tp_rank),
+        layers=Layers(pp_rank * per_stage, (pp_rank + 1) * per_stage),
+        handshake=Handshake("test", 1, payload),
+        process=Process(boot_id if boot_id is not None else f"{engine_id}-{pp_rank}-{tp_rank}"),
+    )
+
+
+def make_grid(
+    engine_id: str, *, pp_size: int = 2, tp_size: int = 2, generation: str = "g1"
+) -> list[WorkerRecord]:
+    """Every record of an engine."""
+    return [
+        make_record(engine_id, pp, tp, pp_size=pp_size, tp_size=tp_size, generation=generation)
+        for pp in range(pp_size)
+        for tp in range(tp_size)
+    ]
+
+
+def seal_slots(topology: Topology) -> list[SealedSlot]:
+    """What an engine core that saw the whole topology seals."""
+    return [
+        SealedSlot(worker.slot, worker.process.boot_id, status.record_digest)
+        for worker, status in zip(topology.workers, topology.statuses, strict=True)
+    ]
+
+
+def make_core(boot_id: str) -> CoreRecord:
+    """An engine core's own record."""
+    return CoreRecord(process=Process(boot_id), connector="TestConnector")
+
+
+def eventually(claim: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Waits for another process to make a claim true; returns the seconds it took."""
+    started = time.monotonic()
+    pause = threading.Event()
+    while not claim():
+        if time.monotonic() - started > timeout_s:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        pause.wait(0.01)
+    return time.monotonic() - started
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that nobody has reaped yet does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def engine_id() -> str:
+    """An engine name that no other test uses."""
+    return f"engine-{os.getpid()}-{next(_numbers)}"
+
+
+class Program:
+    """A Python program in a process of its own that speaks line by line."""
+
+    def __init__(self, text: str, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", text, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def line(self) -> str:
+        """The next line it prints."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the program ended with {self.process.wait(10)}"
+        return line.strip()
+
+    def say(self, line: str = "") -> None:
+        """Gives it a line to read."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """Ends it with SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """Ends it and lets go of its pipes."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+@pytest.fixture
+def program() -> Iterator[Callable[..., Program]]:
+    """Starts programs: `program(text, *arguments)`; they are ended with the test."""
+    started: list[Program] = []
+
+    def start(text: str, *arguments: str) -> Program:
+        started.append(Program(text, *arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def made() -> type:
+    """The makers above, for tests that cannot import this file."""
+
+    class Made:
+        record = staticmethod(make_record)
+        grid = staticmethod(make_grid)
+        core = staticmethod(make_core)
+        seal_slots = staticmethod(seal_slots)
+        eventually = staticmethod(eventually)
+        is_running = staticmethod(is_running)
+
+    return Made
