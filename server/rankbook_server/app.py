@@ -108,18 +108,18 @@ def _options() -> list[click.Option]:
     return options
 
 
-def _run(config: Path | None, show_config: bool, **flags: Any) -> int:
+def _run(config: Path | None, show_config: bool, **flags: Any) -> None:
     given = {name: value for name, value in flags.items() if value is not None}
     try:
         loaded: Config = load(given, os.environ, config)
     except BadRequest as error:
         click.echo(f"rankbookd: {error.message}", err=True)
-        return 2
+        sys.exit(2)
     if show_config:
         click.echo("\n".join(loaded.lines()))
-        return 0
+        return
     setup_logs(loaded.settings.log_format, loaded.settings.log_level)
-    return asyncio.run(serve(loaded.settings))
+    sys.exit(asyncio.run(serve(loaded.settings)))
 
 
 cli = click.Command(
@@ -146,7 +146,7 @@ click.version_option(version(), prog_name="rankbookd")(cli)
 
 def main() -> None:
     """Entry point of `rankbookd`."""
-    sys.exit(cli.main(standalone_mode=False) or 0)
+    cli.main()
 
 
 if __name__ == "__main__":

@@ -149,6 +149,7 @@ class Raw:
             address: HOST:PORT of a server.
             namespace: What requests without one are sent for.
         """
+        self.address = address
         self.namespace = namespace
         self.channel = grpc.insecure_channel(
             address, options=(("grpc.max_receive_message_length", 16 << 20),)
