@@ -18,12 +18,15 @@ import threading
 from typing import Any
 
 from rankbook._pipe import LineReader, NoticeWriter
+from rankbook.errors import Cancelled
 
-__all__ = ["main"]
+__all__ = ["TERMINATED", "main"]
 
 _STDIN, _STDOUT = 0, 1
 _PARENT_POLL_MS = 200
 """Where there is no pidfd."""
+TERMINATED = 143
+"""Exit code after SIGTERM: told to end, so nobody is to start another."""
 _END_S = 0.7
 """For the goodbye: an orphan is gone within a second of its parent."""
 
@@ -51,7 +54,7 @@ class _Watcher:
         self._keeping: Any = None
         self._terminated = False
 
-    def run(self) -> None:
+    def run(self) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_term)
@@ -81,7 +84,9 @@ class _Watcher:
             if _STDIN in ready and not self._read_commands():
                 break
         if self._keeping is not None:
-            self._keeping.end(_END_S)
+            error = Cancelled("the heartbeat process was told to end by SIGTERM")
+            self._keeping.end(_END_S, error if self._terminated else None)
+        return TERMINATED if self._terminated else 0
 
     def _on_term(self, *_: object) -> None:
         self._terminated = True
@@ -138,10 +143,9 @@ class _Watcher:
 def main() -> None:
     """Runs until the parent is gone, says stop, or the registration ended."""
     parent = int(sys.argv[1])
-    if os.getppid() == parent:
-        _Watcher(parent).run()
+    code = _Watcher(parent).run() if os.getppid() == parent else 0
     # Not by way of interpreter shutdown: threads in gRPC may take their time there.
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -219,10 +219,10 @@ class Keeper:
         self.seal_error = None
         self._forget_step(StepKind.SEAL)
 
-    def stop(self) -> None:
-        """Ends the keeping."""
+    def stop(self, error: RankbookError | None = None) -> None:
+        """Ends the keeping, for a reason or because its owner wishes so."""
         if self.phase is not Phase.FENCED:
-            self.phase = Phase.STOPPED
+            self.phase, self.error = Phase.STOPPED, error
 
     def hurry(self) -> None:
         """The connection broke: look at once whether the lease still lives."""

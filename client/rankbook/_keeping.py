@@ -17,7 +17,7 @@ from typing import Any
 from rankbook import _clock, v1
 from rankbook._channel import TLS
 from rankbook._keeper import Keeper, Phase, Seal, Step, StepKind
-from rankbook._notices import error_to_json, registered_to_json, sealed_to_json
+from rankbook._notices import error_from_json, error_to_json, registered_to_json, sealed_to_json
 from rankbook._pipe import decode_bytes
 from rankbook._replies import ClockOffset
 from rankbook._retry import RetryPolicy
@@ -133,7 +133,7 @@ class Keeping:
             case "hurry":
                 keeper.hurry()
             case "stop":
-                keeper.stop()
+                keeper.stop(error_from_json(command.get("error")))
         self._applied = command.get("n", self._applied)
 
     def _do(self, step: Step) -> None:
@@ -212,11 +212,11 @@ class Keeping:
                 },
             )
 
-    def end(self, timeout_s: float) -> None:
+    def end(self, timeout_s: float, error: RankbookError | None = None) -> None:
         """Stops the loop and takes the records out, within `timeout_s` seconds."""
         until = _clock.mono_s() + timeout_s
         # First the stop: a renewal that finds the lease ended must not sign in again.
-        self.submit({"op": "stop"})
+        self.submit({"op": "stop", "error": error_to_json(error)})
         revoked = self._revoke("", until)
         self.finished.wait(max(until - _clock.mono_s(), 0.0))
         # A registration that was on its way when the stop came may have got a lease.

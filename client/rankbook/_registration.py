@@ -22,11 +22,12 @@ from rankbook import _clock, _ids, limits, v1
 from rankbook._calls import core_message, record_message, sealed_slot
 from rankbook._change import RegistrationChange, RegistrationState, change_of
 from rankbook._channel import Settings
+from rankbook._heartbeat import TERMINATED
 from rankbook._pipe import LineReader, encode_bytes, encode_line
 from rankbook._replies import ClockOffset
 from rankbook._rpc import forked
 from rankbook._spawn import close_pipes, spawn
-from rankbook.errors import BadRequest, DeadlineExceeded, RankbookError
+from rankbook.errors import BadRequest, Cancelled, DeadlineExceeded, RankbookError
 from rankbook.model import CoreRecord, Registered, Sealed, SealedSlot, Slot
 
 if TYPE_CHECKING:
@@ -334,6 +335,12 @@ class Registration:
         return self._clock
 
     @property
+    def heartbeat_pid(self) -> int | None:
+        """Process id of the heartbeat process; None while there is none."""
+        process = self._process
+        return process.pid if process is not None else None
+
+    @property
     def boot_id(self) -> str:
         """The boot_id that is filled into records that have none."""
         return self._boot_id
@@ -463,6 +470,9 @@ class Registration:
                 self._process = None
                 if self._over():
                     return
+            if process.returncode == TERMINATED:
+                self._finish(Cancelled("the heartbeat process was told to end by SIGTERM"))
+                return
             # It was killed, or failed. The lease may still live, so nothing is lost
             # if the next one comes soon.
             _log.warning(
@@ -522,11 +532,11 @@ class Registration:
         if change != before:
             self._call_back(change)
 
-    def _finish(self) -> None:
+    def _finish(self, error: RankbookError | None = None) -> None:
         with self._cond:
             if self.state in _ENDED:
                 return
-            self._current = change = RegistrationChange(RegistrationState.STOPPED)
+            self._current = change = RegistrationChange(RegistrationState.STOPPED, error=error)
             self._cond.notify_all()
         self._call_back(change)
 

@@ -1,0 +1,437 @@
+"""Claims about `rankbook.Registration` against a real registry."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+
+import pytest
+
+import rankbook
+from rankbook import RegistrationState as State
+
+TTL_S = 2.0
+
+PUBLISHER = """
+import os, sys
+import rankbook
+from rankbook.model import *
+address, engine_id, mode = sys.argv[1:4]
+record = WorkerRecord(
+    group="prefill-a", engine_id=engine_id, generation="g1", role=Role.PRODUCER,
+    layout=Layout(pp_size=1, tp_size=1, num_layers=8), slot=Slot(), layers=Layers(0, 8),
+    handshake=Handshake("test", 1, b"agent"), process=Process(""),
+)
+registration = rankbook.Registration([record], endpoints=address, ttl_s=2.0, mode=mode)
+registration.start()
+registration.wait_registered(10)
+print(registration.heartbeat_pid, flush=True)
+"""
+
+
+def until(changes: queue.Queue, wanted, timeout_s: float = 10.0):
+    """The first change that is as wanted."""
+    while True:
+        change = changes.get(timeout=timeout_s)
+        if wanted(change):
+            return change
+
+
+@pytest.fixture
+def registration():
+    """Makes registrations that end with the test."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(rankbook.Registration(*args, **{"ttl_s": TTL_S, **kwargs}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+@pytest.fixture
+def view(shared_rankbookd):
+    """A synced view of the shared server."""
+    with rankbook.Client(shared_rankbookd.grpc) as client, rankbook.TopologyView(client) as made:
+        made.wait_synced(10)
+        yield made
+
+
+def is_out(view, engine_id):
+    return lambda: view.get(engine_id) is None
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_records_are_in_the_book_until_stop_and_out_at_once_after_it(
+    shared_rankbookd, registration, view, made, engine_id, mode
+):
+    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc, mode=mode)
+    assert one.state is State.PENDING
+    one.start()
+    registered = one.wait_registered(10)
+    assert one.state is State.REGISTERED
+    made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
+    topology = view.get(engine_id)
+    assert registered.record_digests == (topology.statuses[0].record_digest,)
+    assert topology.workers[0].handshake.payload == b"agent"
+    one.stop()
+    assert one.state is State.STOPPED
+    assert made.eventually(is_out(view, engine_id), 1, "the engine is out") < TTL_S / 2
+
+
+def test_a_missing_boot_id_is_filled_in(shared_rankbookd, registration, view, made, engine_id):
+    one = registration([made.record(engine_id, boot_id="")], endpoints=shared_rankbookd.grpc)
+    one.start()
+    one.wait_registered(10)
+    made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
+    process = view.get(engine_id).workers[0].process
+    assert (process.boot_id, process.pid) == (one.boot_id, os.getpid())
+    assert process.hostname == socket.gethostname()
+
+
+@pytest.mark.slow
+def test_an_idle_registration_outlives_five_ttls(shared_rankbookd, registration, made, engine_id):
+    left = threading.Event()
+
+    def watch_for_leaving(change):
+        if change.state not in (State.PENDING, State.REGISTERED):
+            left.set()
+
+    one = registration(
+        [made.record(engine_id)], endpoints=shared_rankbookd.grpc, on_change=watch_for_leaving
+    )
+    one.start()
+    lease = one.wait_registered(10).lease
+    assert not left.wait(5 * TTL_S)
+    with rankbook.Client(shared_rankbookd.grpc) as client:
+        (status,) = client.renew_leases([lease.lease_id]).statuses
+    assert status.state is rankbook.LeaseState.ALIVE
+
+
+def test_a_worker_whose_interpreter_is_blocked_for_three_ttls_stays(
+    shared_rankbookd, program, view, made, engine_id
+):
+    # usleep by way of PyDLL keeps the interpreter's lock while it sleeps.
+    hold = (
+        "import ctypes\n"
+        "ctypes.PyDLL(None).usleep(ctypes.c_uint(6_000_000))\n"
+        "print(registration.state, flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    changes = queue.Queue()
+    worker = program(PUBLISHER + hold, shared_rankbookd.grpc, engine_id, "process")
+    worker.line()
+    made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
+    view.subscribe(lambda event: changes.put(event))
+    assert worker.line() == "REGISTERED"
+    seen = [changes.get() for _ in range(changes.qsize())]
+    ours = [event for event in seen if event.topology.engine.engine_id == engine_id]
+    assert [event.type for event in ours] == [rankbook.EventType.ADDED]
+
+
+def test_a_killed_worker_is_out_within_two_seconds_though_a_forked_child_holds_its_pipes(
+    shared_rankbookd, program, view, made, engine_id
+):
+    forked = (
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    import signal; signal.pause()\n"
+        "print(child, flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    worker = program(PUBLISHER + forked, shared_rankbookd.grpc, engine_id, "process")
+    heartbeat, child = int(worker.line()), int(worker.line())
+    try:
+        made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
+        worker.kill()
+        out_s = made.eventually(is_out(view, engine_id), 2.0, "the engine is out")
+        gone_s = made.eventually(lambda: not made.is_running(heartbeat), 1.0, "it exits")
+        assert made.is_running(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    # Both well before the lease could have run out.
+    assert out_s + gone_s < TTL_S
+
+
+def test_a_heartbeat_process_ends_with_its_parent_also_while_the_registry_is_away(
+    rankbookd, program, made, engine_id
+):
+    server = rankbookd()
+    worker = program(PUBLISHER + "sys.stdin.readline()\n", server.grpc, engine_id, "process")
+    heartbeat = int(worker.line())
+    server.pause()
+    worker.kill()
+    made.eventually(lambda: not made.is_running(heartbeat), 1.0, "the heartbeat process exits")
+
+
+def test_interrupting_a_terminal_leaves_the_heartbeat_to_its_parent(
+    shared_rankbookd, registration, made, engine_id
+):
+    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc)
+    one.start()
+    one.wait_registered(10)
+    assert os.getsid(one.heartbeat_pid) == one.heartbeat_pid
+    os.kill(one.heartbeat_pid, signal.SIGINT)
+    one.update(made.record(engine_id, payload=b"after"))
+    assert one.wait_registered(5) is not None
+
+
+def test_a_terminated_heartbeat_takes_the_records_out_and_stays_ended(
+    shared_rankbookd, registration, view, made, engine_id
+):
+    changes = queue.Queue()
+    one = registration(
+        [made.record(engine_id)], endpoints=shared_rankbookd.grpc, on_change=changes.put
+    )
+    one.start()
+    one.wait_registered(10)
+    made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
+    os.kill(one.heartbeat_pid, signal.SIGTERM)
+    stopped = until(changes, lambda change: change.state is State.STOPPED)
+    assert "SIGTERM" in stopped.error.message
+    made.eventually(is_out(view, engine_id), 1, "the engine is out")
+    made.eventually(lambda: one.heartbeat_pid is None, 1, "no other heartbeat process starts")
+
+
+def test_a_killed_heartbeat_is_replaced_before_the_lease_runs_out(
+    shared_rankbookd, registration, view, made, engine_id
+):
+    events = queue.Queue()
+    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc)
+    one.start()
+    lease = one.wait_registered(10).lease
+    first = one.heartbeat_pid
+    made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
+    view.subscribe(
+        lambda event: event.topology.engine.engine_id == engine_id and events.put(event.type)
+    )
+    os.kill(first, signal.SIGKILL)
+    made.eventually(
+        lambda: one.state is State.REGISTERED and one.heartbeat_pid not in (None, first),
+        5,
+        "another heartbeat process keeps it",
+    )
+    assert one.current.registered.lease.lease_id == lease.lease_id
+    assert rankbook.EventType.REMOVED not in [events.get() for _ in range(events.qsize())]
+
+
+def test_a_registry_restarted_faster_than_a_heartbeat_is_noticed_and_has_kept_the_records(
+    rankbookd, registration, made, engine_id, tmp_path
+):
+    changes = queue.Queue()
+    server = rankbookd(store=f"sqlite:{tmp_path}/book.db")
+    # A third of this TTL is far longer than the restart takes.
+    one = registration(
+        [made.record(engine_id)], endpoints=server.grpc, ttl_s=60, on_change=changes.put
+    )
+    one.start()
+    registered = one.wait_registered(10)
+    server.kill()
+    server.start_again(same_port=True)
+    after = until(
+        changes,
+        lambda change: (
+            change.state is State.REGISTERED and change.boot_id not in ("", registered.boot_id)
+        ),
+    )
+    assert after.book_id == registered.book_id
+    assert after.registered.lease.lease_id == registered.lease.lease_id
+    with rankbook.Client(server.grpc) as client:
+        topology = client.get_topology(engine_id, require=rankbook.Requirement.COMPLETE)
+    assert topology.statuses[0].revision == registered.revision
+
+
+def test_a_lost_book_gets_records_and_seal_back_by_itself(rankbookd, registration, made, engine_id):
+    server = rankbookd()
+    worker = registration([made.record(engine_id)], endpoints=server.grpc)
+    core = registration(endpoints=server.grpc)
+    worker.start()
+    core.start()
+    digests = worker.wait_registered(10).record_digests
+    core.seal(
+        [rankbook.SealedSlot(rankbook.Slot(), f"{engine_id}-0-0", digests[0])],
+        made.core("core"),
+        engine_id=engine_id,
+        generation="g1",
+    )
+    first = core.wait_sealed(5)
+    book_id = worker.current.book_id
+    server.kill()
+    server.start_again(same_port=True)
+    with rankbook.Client(server.grpc) as client:
+        topology = client.get_topology(engine_id, wait_s=5)
+        assert client.status().book_id != book_id
+    assert topology.engine.state is rankbook.State.READY
+    assert topology.engine.seal.digest == first.seal.digest
+
+
+def test_a_publisher_that_was_there_first_is_registered_a_second_after_the_registry(
+    rankbookd, registration, made, engine_id
+):
+    changes = queue.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    one = registration([made.record(engine_id)], endpoints=address, on_change=changes.put)
+    one.start()
+    waiting = until(changes, lambda change: change.error is not None)
+    assert waiting.state is State.PENDING
+    assert isinstance(waiting.error, rankbook.Unavailable)
+    with pytest.raises(rankbook.Unavailable):
+        one.wait_registered(0.1)
+    rankbookd(listen=address)
+    one.wait_registered(1.0)
+
+
+def test_a_frozen_registry_ends_no_registration(rankbookd, registration, made, engine_id):
+    changes = queue.Queue()
+    server = rankbookd()
+    one = registration([made.record(engine_id)], endpoints=server.grpc, on_change=changes.put)
+    one.start()
+    lease = one.wait_registered(10).lease
+    server.pause()
+    suspended = until(changes, lambda change: change.state is State.SUSPENDED)
+    assert isinstance(suspended.error, rankbook.DeadlineExceeded | rankbook.Unavailable)
+    assert not threading.Event().wait(2 * TTL_S)
+    server.resume()
+    back = until(changes, lambda change: change.state is State.REGISTERED)
+    assert back.registered.lease.lease_id == lease.lease_id
+
+
+def test_a_newer_start_fences_the_older_ones_registration(
+    shared_rankbookd, registration, made, engine_id
+):
+    changes = queue.Queue()
+    old = registration(
+        [made.record(engine_id, boot_id="old")],
+        endpoints=shared_rankbookd.grpc,
+        on_change=changes.put,
+    )
+    old.start()
+    old.wait_registered(10)
+    pid = old.heartbeat_pid
+    new = registration(
+        [made.record(engine_id, generation="g2", boot_id="new")],
+        endpoints=shared_rankbookd.grpc,
+    )
+    new.start()
+    new.wait_registered(10)
+    fenced = until(changes, lambda change: change.state is State.FENCED)
+    assert isinstance(fenced.error, rankbook.Fenced)
+    made.eventually(lambda: not made.is_running(pid), 1, "its heartbeat process exits")
+    with pytest.raises(rankbook.Fenced):
+        old.wait_registered(0)
+    assert new.state is State.REGISTERED
+
+
+def test_an_update_is_seen_and_a_withdrawn_payload_comes_back(
+    shared_rankbookd, registration, view, made, engine_id
+):
+    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc)
+    one.start()
+    first = one.wait_registered(10)
+    one.update(made.record(engine_id, payload=b"second"))
+    second = one.wait_registered(5)
+    assert second.record_digests != first.record_digests
+    payload = lambda: view.get(engine_id).workers[0].handshake.payload  # noqa: E731
+    made.eventually(lambda: payload() == b"second", 1, "the update is seen")
+    one.withdraw(rankbook.Slot())
+    one.wait_registered(5)
+    made.eventually(lambda: view.get(engine_id).engine.asleep != (), 1, "it is asleep")
+    assert payload() == b""
+    one.update(made.record(engine_id, payload=b"third"))
+    one.wait_registered(5)
+    made.eventually(lambda: payload() == b"third", 1, "it is awake")
+    assert view.get(engine_id).engine.asleep == ()
+
+
+def test_a_seal_waits_for_the_slot_that_is_missing(shared_rankbookd, registration, made, engine_id):
+    records = made.grid(engine_id, pp_size=1, tp_size=2)
+    workers = [registration([r], endpoints=shared_rankbookd.grpc) for r in records]
+    for worker in workers:
+        worker.start()
+    slots = [
+        rankbook.SealedSlot(r.slot, r.process.boot_id, w.wait_registered(10).record_digests[0])
+        for r, w in zip(records, workers, strict=True)
+    ]
+    workers[1].stop()
+    core = registration(endpoints=shared_rankbookd.grpc)
+    core.start()
+    core.seal(slots, made.core("core"), engine_id=engine_id, generation="g1")
+    with pytest.raises(rankbook.Incomplete):
+        core.wait_sealed(0.5)
+    registration([records[1]], endpoints=shared_rankbookd.grpc).start()
+    assert core.wait_sealed(3).seal.number == 1
+    assert core.current.seal_error is None
+
+
+def test_the_clock_of_the_registry_is_known_with_a_bound(
+    shared_rankbookd, registration, made, engine_id
+):
+    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc)
+    one.start()
+    one.wait_registered(10)
+    made.eventually(lambda: one.clock_offset is not None, 2, "a renewal was answered")
+    import time
+
+    offset = one.clock_offset
+    here = time.time() - time.perf_counter()
+    # One host, one clock: the two may differ by the error and by the clock's drift only.
+    assert abs(offset.offset_s - here) <= offset.error_s + 0.05
+    assert 0 < offset.error_s < 1
+
+
+def test_a_longer_ttl_at_first_is_shortened_later(shared_rankbookd, registration, made, engine_id):
+    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc, ttl_s=120)
+    one.start()
+    assert one.wait_registered(10).lease.ttl_s == 120
+    one.set_ttl(10)
+    made.eventually(lambda: one.current.registered.lease.ttl_s == 10, 5, "the TTL is shorter")
+
+
+def test_where_no_process_can_be_started_a_thread_keeps_the_lease(
+    shared_rankbookd, registration, made, engine_id, monkeypatch
+):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc)
+    one.start()
+    assert one.wait_registered(10) is not None
+    assert one.heartbeat_pid is None
+
+
+def test_a_forked_child_cannot_end_its_parents_registration(
+    shared_rankbookd, program, view, made, engine_id
+):
+    forked = (
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    registration.stop()\n"
+        "    try:\n"
+        "        registration.set_ttl(5)\n"
+        "    except rankbook.BadRequest:\n"
+        "        print('refused', flush=True)\n"
+        "    sys.exit()\n"
+        "os.waitpid(child, 0)\n"
+        "print(registration.state, flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    worker = program(PUBLISHER + forked, shared_rankbookd.grpc, engine_id, "process")
+    worker.line()
+    assert worker.line() == "refused"
+    assert worker.line() == "REGISTERED"
+    made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
+
+
+def test_an_on_change_that_raises_ends_nothing(shared_rankbookd, registration, made, engine_id):
+    def broken(change):
+        raise RuntimeError("a fault of the caller's")
+
+    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc, on_change=broken)
+    one.start()
+    assert one.wait_registered(10) is not None
