@@ -1,0 +1,170 @@
+"""Claims about the client while the registry is away: every wait ends, with a typed error."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+import rankbook
+
+# A busy machine may add this much to a deadline.
+SLACK_S = 0.4
+
+
+@pytest.fixture
+def black_hole():
+    """The address of something that takes connections and never says a word."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def nobody():
+    """An address where nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def timed(call):
+    before = time.monotonic()
+    with pytest.raises(rankbook.RankbookError) as caught:
+        call()
+    return caught.value, time.monotonic() - before
+
+
+def test_a_black_hole_costs_a_caller_its_deadline_and_no_more(black_hole):
+    with rankbook.Client(black_hole) as client:
+        for timeout_s in (0.3, 0.6):
+            error, took = timed(lambda: client.status(timeout_s=timeout_s))  # noqa: B023
+            assert isinstance(error, rankbook.Unavailable)
+            assert black_hole in error.message
+            assert timeout_s - 0.05 <= took <= timeout_s + SLACK_S
+
+
+def test_a_black_hole_costs_a_loop_nothing_and_its_caller_the_deadline(black_hole):
+    async def run() -> None:
+        async with rankbook.AsyncClient(black_hole) as client:
+            ticks = 0
+
+            async def tick() -> None:
+                nonlocal ticks
+                while True:
+                    await asyncio.sleep(0.01)
+                    ticks += 1
+
+            ticking = asyncio.create_task(tick())
+            before = time.monotonic()
+            with pytest.raises(rankbook.Unavailable):
+                await client.status(timeout_s=0.5)
+            assert time.monotonic() - before <= 0.5 + SLACK_S
+            ticking.cancel()
+            assert ticks >= 20
+
+    asyncio.run(run())
+
+
+def test_nobody_there_is_said_well_before_the_deadline(nobody):
+    with rankbook.Client(nobody, timeout_s=30) as client:
+        error, took = timed(client.status)
+        assert isinstance(error, rankbook.Unavailable)
+        assert error.exit_code == 4
+        assert took < 5
+
+
+def test_nobody_there_is_said_by_a_watch_too(nobody):
+    with rankbook.Client(nobody, timeout_s=1) as client:
+        error, took = timed(lambda: next(client.watch()))
+        assert isinstance(error, rankbook.Unavailable)
+        assert took < 10
+
+
+def test_a_frozen_registry_costs_a_caller_its_deadline(rankbookd):
+    server = rankbookd()
+    with rankbook.Client(server.grpc) as client:
+        client.status()
+        server.pause()
+        error, took = timed(lambda: client.status(timeout_s=0.5))
+        assert isinstance(error, rankbook.DeadlineExceeded)
+        assert took <= 0.5 + SLACK_S
+        error, took = timed(lambda: client.status(timeout_s=0.3))
+        assert isinstance(error, rankbook.DeadlineExceeded | rankbook.Unavailable)
+        assert took <= 0.3 + SLACK_S
+        server.resume()
+        assert client.status(timeout_s=10).version
+
+
+def test_a_frozen_registry_costs_an_asyncio_caller_its_deadline(rankbookd):
+    server = rankbookd()
+
+    async def run() -> None:
+        async with rankbook.AsyncClient(server.grpc) as client:
+            await client.status()
+            server.pause()
+            before = time.monotonic()
+            with pytest.raises(rankbook.DeadlineExceeded):
+                await client.status(timeout_s=0.5)
+            assert time.monotonic() - before <= 0.5 + SLACK_S
+            server.resume()
+            assert (await client.status(timeout_s=10)).version
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("way", ["kill", "pause"])
+def test_with_two_endpoints_a_call_goes_on_at_the_other_one(rankbookd, way):
+    first, second = rankbookd(), rankbookd()
+    with rankbook.Client([first.grpc, second.grpc], timeout_s=4) as client:
+        boot_id = client.status().boot_id
+        getattr(first, way)()
+        assert client.status().boot_id != boot_id
+
+
+def test_with_two_endpoints_asyncio_calls_go_on_at_the_other_one(rankbookd):
+    first, second = rankbookd(), rankbookd()
+
+    async def run() -> None:
+        async with rankbook.AsyncClient([first.grpc, second.grpc], timeout_s=4) as client:
+            boot_id = (await client.status()).boot_id
+            first.kill()
+            assert (await client.status()).boot_id != boot_id
+            second.kill()
+            first.start_again(same_port=True)
+            assert (await client.status()).boot_id
+
+    asyncio.run(run())
+
+
+def test_an_endpoint_that_is_down_from_the_start_is_passed_over(rankbookd, nobody, black_hole):
+    server = rankbookd()
+    with rankbook.Client([nobody, black_hole, server.grpc], timeout_s=10) as client:
+        assert client.status().version
+
+
+def test_a_watch_goes_on_at_the_other_endpoint(rankbookd, made):
+    first, second = rankbookd(), rankbookd()
+    with rankbook.Client(second.grpc) as other:
+        other.register_workers([made.record("there")], sequence=1, lease_key="k", ttl_s=60)
+    with (
+        rankbook.Client([first.grpc, second.grpc]) as client,
+        rankbook.TopologyView(client) as view,
+    ):
+        view.wait_synced(10)
+        assert view.get("there") is None
+        first.kill()
+        made.eventually(lambda: view.get("there") is not None, 5, "the other one's engine")
+
+
+def test_a_call_survives_a_quick_restart_of_the_registry(rankbookd, tmp_path):
+    server = rankbookd(store=f"sqlite:{tmp_path}/book.db")
+    policy = rankbook.RetryPolicy(attempts=20, max_s=0.5)
+    with rankbook.Client(server.grpc, timeout_s=10, retry=policy) as client:
+        boot_id = client.status().boot_id
+        server.kill()
+        server.start_again(same_port=True)
+        assert client.status().boot_id != boot_id
