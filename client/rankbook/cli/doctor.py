@@ -60,9 +60,13 @@ def doctor(invocation: Invocation, engine_id: str | None) -> None:
     with invocation.client() as client:
         try:
             status = client.status(timeout_s=patience)
-        except (Unavailable, DeadlineExceeded) as away:
+        except (Unavailable, DeadlineExceeded) as error:
+            away = error
+            if isinstance(error, DeadlineExceeded):
+                # Whatever listens there says nothing: as good as nobody.
+                away = Unavailable(error.message, metadata=error.metadata)
             _report(invocation, [unreachable(endpoints, away)], None, 0, away)
-            raise Reported(away) from away
+            raise Reported(away) from error
         found = registry_findings(
             status,
             endpoints=endpoints,

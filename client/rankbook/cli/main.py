@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -31,7 +32,18 @@ EXIT_INTERRUPTED = 130
 """The other exit codes stand with their reason in `rankbook.errors.TABLE`."""
 
 
+class _Quiet(click.Group):
+    """A group that ends at an interrupt without a word; click itself writes an empty line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
+
+
 @click.group(
+    cls=_Quiet,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 done, 1 failed or timed out, 2 usage, 3 not found, 4 unreachable, "
     "5 refused by state or rule, 6 not permitted, 130 interrupted.",

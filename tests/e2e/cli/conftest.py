@@ -1,177 +1,193 @@
-"""What the tests against a real server are made of."""
+"""The command line as a process of its own, against a real rankbookd."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
-from rankbook.model import (
-    CoreRecord,
-    Handshake,
-    Layers,
-    Layout,
-    Process,
-    Role,
-    SealedSlot,
-    Slot,
-    Topology,
-    WorkerRecord,
-)
-
-_numbers = itertools.count(1)
+_PATIENCE_S = 30.0
 
 
-def make_record(
-    engine_id: str,
-    pp_rank: int = 0,
-    tp_rank: int = 0,
-    *,
-    generation: str = "g1",
-    pp_size: int = 1,
-    tp_size: int = 1,
-    num_layers: int = 8,
-    boot_id: str | None = None,
-    payload: bytes = b"agent",
-) -> WorkerRecord:
-    """A record in a grid whose layers are split evenly over the stages."""
-    per_stage = num_layers // pp_size
-    return WorkerRecord(
-        group="prefill-a",
-        engine_id=engine_id,
-        generation=generation,
-        role=Role.PRODUCER,
-        layout=Layout(pp_size=pp_size, tp_size=tp_size, num_layers=num_layers),
-        slot=Slot(pp_rank, 0, tp_rank),
-        layers=Layers(pp_rank * per_stage, (pp_rank + 1) * per_stage),
-        handshake=Handshake("test", 1, payload),
-        process=Process(boot_id if boot_id is not None else f"{engine_id}-{pp_rank}-{tp_rank}"),
-    )
+class Ran:
+    """What a command came to."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code = code
+        self.out = out
+        self.err = err
+
+    @property
+    def json(self) -> Any:
+        """Its one JSON object."""
+        return json.loads(self.out)
 
 
-def make_grid(
-    engine_id: str, *, pp_size: int = 2, tp_size: int = 2, generation: str = "g1"
-) -> list[WorkerRecord]:
-    """Every record of an engine."""
-    return [
-        make_record(engine_id, pp, tp, pp_size=pp_size, tp_size=tp_size, generation=generation)
-        for pp in range(pp_size)
-        for tp in range(tp_size)
-    ]
+class Cli:
+    """Runs `rankbook` with one server and a namespace of its own."""
 
+    def __init__(self, server: str, namespace: str) -> None:
+        self.server = server
+        self.namespace = namespace
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("RANKBOOK_")}
+        self.environ = {**clean, "RANKBOOK_SERVER": server, "RANKBOOK_NAMESPACE": namespace}
+        self.command = [sys.executable, "-m", "rankbook.cli"]
+        self._running: list[subprocess.Popen[str]] = []
 
-def seal_slots(topology: Topology) -> list[SealedSlot]:
-    """What an engine core that saw the whole topology seals."""
-    return [
-        SealedSlot(worker.slot, worker.process.boot_id, status.record_digest)
-        for worker, status in zip(topology.workers, topology.statuses, strict=True)
-    ]
-
-
-def make_core(boot_id: str) -> CoreRecord:
-    """An engine core's own record."""
-    return CoreRecord(process=Process(boot_id), connector="TestConnector")
-
-
-def eventually(claim: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Waits for another process to make a claim true; returns the seconds it took."""
-    started = time.monotonic()
-    pause = threading.Event()
-    while not claim():
-        if time.monotonic() - started > timeout_s:
-            raise AssertionError(f"not within {timeout_s} s: {what}")
-        pause.wait(0.01)
-    return time.monotonic() - started
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process runs; one that nobody has reaped yet does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@pytest.fixture
-def engine_id() -> str:
-    """An engine name that no other test uses."""
-    return f"engine-{os.getpid()}-{next(_numbers)}"
-
-
-class Program:
-    """A Python program in a process of its own that speaks line by line."""
-
-    def __init__(self, text: str, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", text, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+    def __call__(
+        self, *words: str, stdin: str | None = None, env: Mapping[str, str] | None = None
+    ) -> Ran:
+        """Runs a command to its end."""
+        done = subprocess.run(
+            [*self.command, *words],
+            env={**self.environ, **(env or {})},
+            input=stdin,
+            capture_output=True,
             text=True,
-            bufsize=1,
+            timeout=_PATIENCE_S,
         )
+        return Ran(done.returncode, done.stdout, done.stderr)
 
-    def line(self) -> str:
-        """The next line it prints."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the program ended with {self.process.wait(10)}"
-        return line.strip()
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Starts a command that goes on; it is ended with the test."""
+        process = subprocess.Popen(
+            [*self.command, *words],
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._running.append(process)
+        return process
 
-    def say(self, line: str = "") -> None:
-        """Gives it a line to read."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+    def finish(self, process: subprocess.Popen[str], number: int | None = None) -> Ran:
+        """Waits for a started command, after sending it a signal if one is given."""
+        if number is not None:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=_PATIENCE_S)
+        return Ran(process.returncode, out, err)
 
-    def kill(self) -> None:
-        """Ends it with SIGKILL."""
-        self.process.kill()
-        self.process.wait()
+    def stays(self, process: subprocess.Popen[str], seconds: float) -> bool:
+        """Whether a started command is still there after so long."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        return process.poll() is None
+
+    def until(self, wanted: Callable[[], bool], words: str, timeout_s: float = 20.0) -> None:
+        """Waits until another process has brought something about."""
+        deadline = time.monotonic() + timeout_s
+        while not wanted():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"never came: {words}")
+
+    def state(self, engine_id: str) -> str:
+        """The state of an engine, or "UNKNOWN"."""
+        shown = self("topology", engine_id, "-o", "json", "--allow-incomplete")
+        return str(shown.json.get("state", "UNKNOWN"))
 
     def close(self) -> None:
-        """Ends it and lets go of its pipes."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGCONT)
-        self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        """Ends what still runs."""
+        for process in self._running:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            with contextlib.suppress(ValueError):
+                process.communicate()
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    """A record as a file holds it: one rank of one."""
+    return {
+        "group": "g",
+        "engine_id": "e",
+        "generation": "t1",
+        "role": "PRODUCER",
+        "layout": {"pp_size": 1, "tp_size": 1, "num_layers": 32},
+        "slot": {"pp_rank": 0, "tp_rank": 0},
+        "layers": {"start_layer": 0, "end_layer": 32},
+        "model": {"name": "m", "total_num_kv_heads": 8, "head_size": 64},
+        "kv": {"block_size": 16, "block_len_bytes": 65536, "num_blocks": 64},
+        "handshake": {"format": "test", "version": 1, "payload": "c2VjcmV0"},
+        **changes,
+    }
+
+
+def grid(split: list[int], tp_size: int, **changes: Any) -> list[dict[str, Any]]:
+    """Records of a whole engine: stages of `split` layers by `tp_size` ranks."""
+    layout = {"pp_size": len(split), "tp_size": tp_size, "num_layers": sum(split)}
+    return [
+        record(
+            **{
+                "layout": layout,
+                "slot": {"pp_rank": stage, "tp_rank": tp_rank},
+                "layers": {
+                    "start_layer": sum(split[:stage]),
+                    "end_layer": sum(split[: stage + 1]),
+                },
+                **changes,
+            }
+        )
+        for stage in range(len(split))
+        for tp_rank in range(tp_size)
+    ]
 
 
 @pytest.fixture
-def program() -> Iterator[Callable[..., Program]]:
-    """Starts programs: `program(text, *arguments)`; they are ended with the test."""
-    started: list[Program] = []
+def cli(shared_rankbookd: Any) -> Iterator[Cli]:
+    """The command line against the shared server, in a namespace of the test's own."""
+    made = Cli(shared_rankbookd.grpc, f"ns-{uuid.uuid4().hex[:12]}")
+    yield made
+    made.close()
 
-    def start(text: str, *arguments: str) -> Program:
-        started.append(Program(text, *arguments))
-        return started[-1]
 
-    yield start
-    for one in started:
+@pytest.fixture
+def cli_for() -> Iterator[Callable[[str], Cli]]:
+    """Command lines against servers that the test starts itself."""
+    made: list[Cli] = []
+
+    def make(server: str) -> Cli:
+        made.append(Cli(server, "default"))
+        return made[-1]
+
+    yield make
+    for one in made:
         one.close()
 
 
 @pytest.fixture
-def made() -> type:
-    """The makers above, for tests that cannot import this file."""
+def make_record() -> Callable[..., dict[str, Any]]:
+    """Makes a record; keywords replace its members."""
+    return record
 
-    class Made:
-        record = staticmethod(make_record)
-        grid = staticmethod(make_grid)
-        core = staticmethod(make_core)
-        seal_slots = staticmethod(seal_slots)
-        eventually = staticmethod(eventually)
-        is_running = staticmethod(is_running)
 
-    return Made
+@pytest.fixture
+def make_grid() -> Callable[..., list[dict[str, Any]]]:
+    """Makes the records of a whole engine: `make_grid([31, 30], 2)`."""
+    return grid
+
+
+@pytest.fixture
+def publish(cli: Cli) -> Callable[..., Any]:
+    """Publishes records for two minutes and gives what `register` printed."""
+
+    def publish_(records: Any) -> Any:
+        words = ("register", "-f", "-", "--ttl", "120s", "-o", "json")
+        ran = cli(*words, stdin=json.dumps(records))
+        assert ran.code == 0, ran.err
+        return ran.json
+
+    return publish_
