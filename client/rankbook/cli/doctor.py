@@ -18,7 +18,7 @@ from rankbook.cli.invocation import (
     global_options,
     pass_invocation,
 )
-from rankbook.cli.output import error_json
+from rankbook.cli.output import error_json, wrapped
 from rankbook.cli.words import clean
 from rankbook.errors import (
     DeadlineExceeded,
@@ -60,13 +60,13 @@ def doctor(invocation: Invocation, engine_id: str | None) -> None:
     with invocation.client() as client:
         try:
             status = client.status(timeout_s=patience)
-        except (Unavailable, DeadlineExceeded) as error:
-            away = error
-            if isinstance(error, DeadlineExceeded):
+        except (Unavailable, DeadlineExceeded) as trouble:
+            away: RankbookError = trouble
+            if isinstance(trouble, DeadlineExceeded):
                 # Whatever listens there says nothing: as good as nobody.
-                away = Unavailable(error.message, metadata=error.metadata)
+                away = Unavailable(trouble.message, metadata=trouble.metadata)
             _report(invocation, [unreachable(endpoints, away)], None, 0, away)
-            raise Reported(away) from error
+            raise Reported(away) from trouble
         found = registry_findings(
             status,
             endpoints=endpoints,
@@ -188,10 +188,13 @@ def _report(
             Text.assemble(
                 (f"{finding.severity} {finding.id}", style), "  ", (finding.subject, "bold")
             ),
-            f"  seen  {clean(finding.evidence)}",
-            f"  why   {finding.why}",
-            f"  do    {finding.next_step}",
         ]
+        for name, words in (
+            ("seen", finding.evidence),
+            ("why ", finding.why),
+            ("do  ", finding.next_step),
+        ):
+            lines += wrapped(Text(f"  {name}  {clean(words)}"), out.width, " " * 8)
     if not found:
         lines.append(Text("nothing found", style="green"))
     out.lines(lines)

@@ -47,13 +47,13 @@ def engines_table(engines: Iterable[Engine], now: dt.datetime, *, wide: bool = F
     columns = [
         Column("ENGINE"),
         Column("GROUP"),
-        Column("ROLE"),
+        Column("ROLE", optional=True),
         Column("STATE"),
         Column("EPOCH", right=True),
         Column("GRID"),
         Column("RANKS", right=True),
-        Column("LAYERS", right=True),
-        Column("STAGES"),
+        Column("LAYERS", right=True, optional=True),
+        Column("STAGES", optional=True),
         Column("AGE", right=True),
     ]
     if wide:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
 
 from rankbook.cli.durations import duration_text
+from rankbook.cli.output import wrapped
 from rankbook.cli.words import (
     STATE_STYLES,
     address_text,
@@ -64,7 +64,6 @@ _MAX_CELLS = 4096
 """Above so many slots only the stages where something is wrong are drawn."""
 _SLOTS_SHOWN = 400
 """Characters of a list of missing slots."""
-_INDENT = "    "
 _WORDS_SHOWN = 12
 """Problems of one drawing before the rest is only counted."""
 
@@ -90,7 +89,7 @@ def draw(
         wide: Also hosts, model and addresses.
     """
     head = _head(topology, now, glyphs, wide)
-    lines = [*(part for line in head for part in _wrapped(line, width)), Text()]
+    lines = [*(part for line in head for part in wrapped(line, width)), Text()]
     if topology.workers:
         lines += [*_grid(topology, width, glyphs, wide), Text()]
     lines += _words(topology, now, glyphs, width)
@@ -254,7 +253,7 @@ def _grid(topology: Topology, width: int, glyphs: Glyphs, wide: bool) -> Iterato
         yield Text()
         yield Text("hosts", style="dim")
         for pp_rank, names in zip(shown, hosts, strict=True):
-            yield from _wrapped(Text(f"pp {pp_rank}  {names}"), width)
+            yield from wrapped(Text(f"pp {pp_rank}  {names}"), width)
 
 
 def _left_part(
@@ -482,7 +481,7 @@ def _words(topology: Topology, now: dt.datetime, glyphs: Glyphs, width: int) -> 
         slots = slots_text(engine.missing, engine.layout.pcp_size)
         more = " ..." if total > len(engine.missing) or len(slots) > _SLOTS_SHOWN else ""
         slots = slots[:_SLOTS_SHOWN]
-        yield from _wrapped(
+        yield from wrapped(
             Text(f"missing {total} of {engine.declared}: {slots}{more}", style="bold red"), width
         )
     if engine.drain is not None and engine.drain.deadline is not None:
@@ -490,7 +489,7 @@ def _words(topology: Topology, now: dt.datetime, glyphs: Glyphs, width: int) -> 
         words = f"in {duration_text(left)}" if left > 0 else "has passed"
         yield Text(f"drain deadline {words}")
     if step:
-        yield from _wrapped(Text(f"{glyphs.arrow} {step}"), width)
+        yield from wrapped(Text(f"{glyphs.arrow} {step}"), width)
     looks = {
         Severity.ERROR: (glyphs.error, "bold red"),
         Severity.WARNING: (glyphs.warning, "yellow"),
@@ -500,23 +499,10 @@ def _words(topology: Topology, now: dt.datetime, glyphs: Glyphs, width: int) -> 
     problems = [problem for problem in engine.problems if problem.reason != "RANKS_LOST"]
     for problem in problems[:_WORDS_SHOWN]:
         glyph, style = looks.get(problem.severity, (glyphs.info, "dim"))
-        yield from _wrapped(
+        yield from wrapped(
             Text.assemble((f"{glyph} {problem.reason}", style), "  ", clean(problem.message)),
             width,
         )
     if len(problems) > _WORDS_SHOWN:
         rest = len(problems) - _WORDS_SHOWN
         yield Text(f"{rest} more problems: rankbook topology {engine.engine_id} -o json")
-
-
-def _wrapped(line: Text, width: int) -> Iterator[Text]:
-    """The line in lines of at most `width`, broken at spaces, the later ones indented."""
-    breaks: list[int] = []
-    start, room = 0, width
-    for match in re.finditer(r"\S+", line.plain):
-        if match.end() - start > room and match.start() > start:
-            breaks.append(match.start())
-            start, room = match.start(), width - len(_INDENT)
-    for number, part in enumerate(line.divide(breaks)):
-        part.rstrip()
-        yield Text.assemble(_INDENT, part) if number else part

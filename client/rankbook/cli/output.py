@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -24,10 +25,12 @@ from rich.text import Text
 from rankbook.cli.words import clean
 from rankbook.errors import RankbookError
 
-__all__ = ["Column", "Output", "Table", "error_json", "open_output"]
+__all__ = ["Column", "Output", "Table", "error_json", "open_output", "wrapped"]
 
 _PIPED_WIDTH = 120
 """Where grids wrap when there is no terminal to measure; tables never wrap."""
+_UNBOUND = 10_000
+_GAP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,10 @@ class Column:
     name: str
     right: bool = False
     """Numbers stand to the right."""
+    optional: bool = False
+    """Left out on a terminal that is too narrow, the last ones first."""
+    prose: bool = False
+    """Words that may be broken; nothing else ever is, so that an id can be copied."""
 
 
 @dataclass(slots=True)
@@ -161,7 +168,7 @@ class Output:
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stdout.fileno())
 
-    def _console(self, file: TextIO) -> Console:
+    def _console(self, file: TextIO, width: int | None = None) -> Console:
         return Console(
             file=file,
             force_terminal=True,
@@ -169,28 +176,53 @@ class Output:
             highlight=False,
             markup=False,
             emoji=False,
-            width=self.width,
+            width=width or self.width,
         )
 
     def _rich(self, table: Table) -> None:
+        kept = self._fitting(table)
+        prose = any(table.columns[at].prose for at in kept)
         shown = RichTable(
-            box=box.SIMPLE_HEAD if self.unicode else box.ASCII,
+            box=box.SIMPLE_HEAD if self.unicode else None,
             title=table.title or None,
             title_justify="left",
             header_style="bold",
+            padding=(0, 1 if self.unicode else _GAP, 0, 0),
             pad_edge=False,
             show_edge=False,
         )
-        for column in table.columns:
+        for at in kept:
+            column = table.columns[at]
             shown.add_column(
-                column.name, justify="right" if column.right else "left", overflow="fold"
+                column.name,
+                justify="right" if column.right else "left",
+                no_wrap=not column.prose,
+                overflow="fold",
             )
         for row in table.rows:
-            shown.add_row(*(cell if isinstance(cell, Text) else Text(clean(cell)) for cell in row))
-        console = self._console(self._stdout)
+            cells = [row[at] for at in kept]
+            shown.add_row(
+                *(cell if isinstance(cell, Text) else Text(clean(cell)) for cell in cells)
+            )
+        # Wider than the terminal it wraps there, as a whole; no cell is cut.
+        console = self._console(self._stdout, None if prose else _UNBOUND)
         with console.capture() as captured:
             console.print(shown)
         self._write("".join(line.rstrip(" ") + "\n" for line in captured.get().splitlines()))
+
+    def _fitting(self, table: Table) -> list[int]:
+        """Which columns to show: optional ones go until the rest fits the terminal."""
+        widths = [
+            max(len(column.name), *(len(_plain(row[at])) for row in table.rows), 0)
+            for at, column in enumerate(table.columns)
+        ]
+        kept = list(range(len(table.columns)))
+        for at in reversed(range(len(table.columns))):
+            if self.wide or sum(widths[one] + _GAP for one in kept) - _GAP <= self.width:
+                break
+            if table.columns[at].optional:
+                kept.remove(at)
+        return kept
 
     def _aligned(self, table: Table) -> None:
         rows = [[column.name for column in table.columns]]
@@ -208,6 +240,19 @@ class Output:
 
 def _plain(line: str | Text) -> str:
     return line.plain if isinstance(line, Text) else line
+
+
+def wrapped(line: Text, width: int, indent: str = "    ") -> Iterator[Text]:
+    """The line in lines of at most `width`, broken at spaces, the later ones indented."""
+    breaks: list[int] = []
+    start, room = 0, width
+    for match in re.finditer(r"\S+", line.plain):
+        if match.end() - start > room and match.start() > start:
+            breaks.append(match.start())
+            start, room = match.start(), width - len(indent)
+    for number, part in enumerate(line.divide(breaks)):
+        part.rstrip()
+        yield Text.assemble(indent, part) if number else part
 
 
 def open_output(stdout: TextIO, stderr: TextIO, form: str, environ: Mapping[str, str]) -> Output:

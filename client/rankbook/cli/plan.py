@@ -174,7 +174,9 @@ def plan(
 
 def compare_table(comparison: dict[str, Any]) -> Table:
     """Every broken rule and every differing factor."""
-    table = Table([Column("RULE"), Column("PRODUCER"), Column("CONSUMER"), Column("WHAT TO DO")])
+    table = Table(
+        [Column("RULE"), Column("PRODUCER"), Column("CONSUMER"), Column("WHAT TO DO", prose=True)]
+    )
     for reason in comparison["reasons"]:
         table.add(
             Text(reason["reason"], style="red"),
@@ -210,8 +212,7 @@ def compare(invocation: Invocation, producer: str, consumer: str) -> None:
     if not shown["compatible"]:
         reasons = [reason["reason"] for reason in shown["reasons"]]
         error = Incompatible(
-            f"{producer} and {consumer} may not pair: "
-            + "; ".join(reason["message"] for reason in shown["reasons"]),
+            f"{producer} and {consumer} may not pair: {', '.join(reasons)}",
             metadata={
                 "producer_engine_id": producer,
                 "consumer_engine_id": consumer,

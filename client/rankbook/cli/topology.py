@@ -82,9 +82,9 @@ def workers_table(topology: Topology, *, wide: bool = False, payload: bool = Fal
         Column("TP", right=True),
         Column("LAYERS"),
         Column("HOST"),
-        Column("PID", right=True),
+        Column("PID", right=True, optional=True),
         Column("ADDRESS"),
-        Column("HANDSHAKE"),
+        Column("HANDSHAKE", optional=True),
         Column("PAYLOAD", right=True),
     ]
     if wide:

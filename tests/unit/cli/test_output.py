@@ -54,6 +54,33 @@ def test_a_table_on_a_terminal_is_coloured_and_without_colour_has_no_escapes() -
     assert "fine" in data.getvalue()
 
 
+def test_a_narrow_terminal_loses_optional_columns_and_breaks_no_id() -> None:
+    table = Table([Column("ID"), Column("LESS", optional=True), Column("STATE")])
+    table.add("x" * 30, "y" * 30, "READY")
+    out, data, _ = output(terminal=True, unicode=True, width=70)
+    out.table(table)
+    assert "y" * 30 in data.getvalue()
+    for width in (50, 20):
+        out, data, _ = output(terminal=True, unicode=True, width=width)
+        out.table(table)
+        assert "LESS" not in data.getvalue()
+        assert f"{'x' * 30}  READY\n" in data.getvalue()
+    out, data, _ = output("wide", terminal=True, unicode=True, width=20)
+    out.table(table)
+    assert f"{'x' * 30}  {'y' * 30}  READY\n" in data.getvalue()
+
+
+def test_prose_is_broken_at_the_width_of_the_terminal() -> None:
+    table = Table([Column("RULE"), Column("WHAT", prose=True)])
+    table.add("SOME_RULE_OF_OURS", "words " * 30)
+    out, data, _ = output(terminal=True, unicode=True, width=40)
+    out.table(table)
+    lines = data.getvalue().splitlines()
+    assert len(lines) > 5
+    assert max(map(len, lines)) <= 40
+    assert "SOME_RULE_OF_OURS" in data.getvalue()
+
+
 def test_json_is_one_object_on_one_line_and_indented_on_a_terminal() -> None:
     out, data, _ = output("json")
     out.json({"b": 1, "a": [1, 2]})
