@@ -120,7 +120,10 @@ def evict(
         revision = engine.revision
         return Decision(None, lambda _: v1.EvictEngineResponse(revision=revision))
     removed = len(engine.live)
-    head = copy_head(engine, visible_at=now)
+    # The fence on a start that is gone already is nothing readers see.
+    seen = removed > 0 or engine.head.core.live
+    was = engine.revision
+    head = copy_head(engine, visible_at=now if seen else None)
     head.evicted = True
     head.ClearField("core")
     if not head.HasField("gone_time"):
@@ -137,6 +140,8 @@ def evict(
     )
     return Decision(
         Txn((book.head_put(engine.engine_id, head),)),
-        lambda revision: v1.EvictEngineResponse(removed=removed, revision=revision),
+        lambda revision: v1.EvictEngineResponse(
+            removed=removed, revision=revision if seen else was
+        ),
         (note,),
     )
