@@ -3,7 +3,8 @@
     main        the group, the one boundary that turns errors into exit codes
     settings    flag > RANKBOOK_* > default, each value with its origin
     output      data on stdout, words on stderr; terminal, pipe and JSON forms
-    grid        a topology drawn as stages by ranks (pure)
+    picture     an engine drawn: facts, grid, problems in words (pure)
+    grid        the grid of it: stages by ranks (pure)
     findings    what `doctor` looks for (pure)
     records     reading record files (pure but for the file)
     synthetic   made-up engines for `simulate` (pure)

@@ -9,7 +9,7 @@ import click
 from rich.text import Text
 
 from rankbook import convert, v1
-from rankbook.cli import grid
+from rankbook.cli import grid, picture
 from rankbook.cli.engines import engine_json
 from rankbook.cli.invocation import (
     Invocation,
@@ -58,7 +58,7 @@ def state_error(topology: Topology) -> RankbookError | None:
     if engine.missing:
         values["missing"] = slots_text(engine.missing, engine.layout.pcp_size)
         said += f", missing {shorten(values['missing'], 200)}"
-    words = f"{said}: {grid.next_step(topology)}"
+    words = f"{said}: {picture.next_step(topology)}"
     if engine.state in (State.FORMING, State.DEGRADED):
         return Incomplete(words, metadata=values)
     if engine.state is State.INVALID:
@@ -69,7 +69,7 @@ def state_error(topology: Topology) -> RankbookError | None:
             values["successor_engine_id"] = engine.successor.engine_id
             values["successor_epoch"] = engine.successor.epoch
             values["successor_generation"] = engine.successor.generation
-        return Gone(f"{engine.engine_id} is GONE: {grid.next_step(topology)}", metadata=values)
+        return Gone(f"{engine.engine_id} is GONE: {picture.next_step(topology)}", metadata=values)
     return None
 
 
@@ -171,7 +171,7 @@ def topology(invocation: Invocation, engine_id: str, allow_incomplete: bool, pay
     else:
         glyphs = grid.UNICODE if out.unicode else grid.ASCII
         out.lines(
-            grid.draw(found, now=invocation.now, width=out.width, glyphs=glyphs, wide=out.wide)
+            picture.draw(found, now=invocation.now, width=out.width, glyphs=glyphs, wide=out.wide)
         )
         if payload:
             out.lines(["", *_payload_lines(found)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 from collections.abc import Callable
 
 import pytest
 
-from rankbook.cli.grid import ASCII, UNICODE, Glyphs, draw, next_step
+from rankbook.cli.grid import ASCII, UNICODE, Glyphs
+from rankbook.cli.picture import draw, next_step
 from rankbook.model import (
     Drain,
     ExtraLayer,
@@ -162,8 +164,6 @@ def test_hosts_that_do_not_fit_beside_the_grid_stand_below_it(
 
 
 def test_draft_layers_are_counted_apart(make_topology: Make, now: dt.datetime) -> None:
-    import dataclasses
-
     topology = make_topology([33, 28], 1)
     last = dataclasses.replace(
         topology.workers[1], layers=Layers(33, 61, (), (ExtraLayer(61, LayerKind.DRAFT),))
