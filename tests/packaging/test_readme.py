@@ -1,0 +1,202 @@
+"""The README's promises: its tour runs as written, its claims name what is there."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BIN = Path(sys.executable).parent
+TOUR = re.findall(r"<!-- tour -->\n```console\n(.*?)```", README, re.S)
+
+
+def _commands() -> list[tuple[str, int, bool, list[str]]]:
+    """Every command of the tour: text, exit code, whether it stays in the
+    background, and the lines the README shows of its output."""
+    found: list[tuple[str, int, bool, list[str]]] = []
+    for block in TOUR:
+        for line in block.splitlines():
+            if not line.startswith("$ "):
+                found[-1][3].append(line)
+                continue
+            code = re.search(r"# exit (\d+)", line)
+            text = line[2:].split("  #")[0].strip()
+            found.append(
+                (
+                    text.removesuffix("&").strip(),
+                    int(code[1]) if code else 0,
+                    text.endswith("&"),
+                    [],
+                )
+            )
+    return found
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RANKBOOK_")}
+    return {**clean, "PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+
+def _free_port_server(text: str) -> str:
+    # The README's ports may be taken on a machine that runs tests.
+    return text.replace("rankbookd ", "rankbookd --listen 127.0.0.1:0 --http 127.0.0.1:0 ")
+
+
+def _shape(line: str) -> str:
+    """A line of output without what differs from run to run."""
+    return re.sub(r"\s+", " ", re.sub(r"\b\d+s\b", "Ns", line)).strip()
+
+
+@pytest.mark.timeout(180)
+def test_the_tour_runs_as_written(tmp_path: Path, environment: dict[str, str]) -> None:
+    commands = _commands()
+    assert len(commands) > 15
+    background: list[subprocess.Popen[bytes]] = []
+    ready = tmp_path / "ready.json"
+    try:
+        for text, code, stays, shown in commands:
+            if stays:
+                background.append(
+                    subprocess.Popen(
+                        ["bash", "-c", f"exec {_free_port_server(text)}"],
+                        cwd=tmp_path,
+                        env=environment,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                    )
+                )
+                if text.startswith("rankbookd"):
+                    _await_file(ready, background[-1])
+                    environment["RANKBOOK_SERVER"] = json.loads(ready.read_text())["grpc"]
+                continue
+            done = subprocess.run(
+                ["bash", "-c", text],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert done.returncode == code, (text, done.stdout, done.stderr)
+            printed = {_shape(line) for line in done.stdout.splitlines()}
+            for line in shown:
+                assert line == "..." or _shape(line) in printed, (text, line, done.stdout)
+    finally:
+        for process in reversed(background):
+            process.send_signal(signal.SIGTERM)
+        codes = [process.wait(20) for process in background]
+    assert codes == [0] * len(background)
+
+
+def _await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
+    # The server renames the file into place, so a directory watch would do; its
+    # end is what must not be waited for in vain.
+    while not path.exists():
+        try:
+            process.wait(0.02)
+        except subprocess.TimeoutExpired:
+            continue
+        raise AssertionError(f"rankbookd ended with {process.returncode}")
+
+
+def test_the_python_example_runs_against_a_server(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    ready = tmp_path / "ready.json"
+    server = subprocess.Popen(
+        [
+            BIN / "rankbookd",
+            "--listen",
+            "127.0.0.1:0",
+            "--http",
+            "off",
+            "--store",
+            "memory:",
+            "--ready-file",
+            str(ready),
+        ],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _await_file(ready, server)
+        address = json.loads(ready.read_text())["grpc"]
+        engines = subprocess.Popen(
+            [BIN / "rankbook", "-s", address, "simulate", "--pp", "2", "--group", "prefill-a"],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            assert "127.0.0.1:7420" in code
+            done = subprocess.run(
+                [sys.executable, "-c", code.replace("127.0.0.1:7420", address)],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        finally:
+            engines.send_signal(signal.SIGTERM)
+            engines.wait(20)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == 2
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(20)
+
+
+def test_every_file_the_documents_link_to_is_there() -> None:
+    broken = []
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("deploy/**/*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            if not (page.parent / target).exists():
+                broken.append(f"{page.name}: {target}")
+    assert broken == []
+
+
+def test_every_make_target_the_documents_name_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    text = README + (ROOT / "CONTRIBUTING.md").read_text()
+    blocks = "\n".join(re.findall(r"```\n(.*?)```", text, re.S)) + "\n".join(
+        re.findall(r"`(make [a-z -]+)`", text)
+    )
+    named = {
+        t for words in re.findall(r"make ([a-z -]+?)(?: #|$|\n)", blocks) for t in words.split()
+    }
+    assert named
+    assert named <= targets
+
+
+def test_the_shipped_settings_file_is_one_the_server_takes(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [BIN / "rankbookd", "--config", str(ROOT / "deploy/rankbookd.toml"), "--show-config"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "/var/lib/rankbook/book.db" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd on this machine")
+def test_the_systemd_unit_is_well_formed() -> None:
+    unit = ROOT / "deploy/systemd/rankbookd.service"
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    lines = [x for x in done.stderr.splitlines() if "is not executable" not in x]
+    assert [x for x in lines if "rankbookd.service" in x] == []
