@@ -103,7 +103,9 @@ class Calls:
 
     # ----------------------------------------------------------------- writes
 
-    def submit(self, field: str, request: Any) -> asyncio.Future[Any]:
+    def submit(
+        self, field: str, request: Any, notify: Callable[[], None] | None = None
+    ) -> asyncio.Future[Any]:
         """Queues a call of `WRITES`; `finish` completes its reply.
 
         Raises:
@@ -111,7 +113,9 @@ class Calls:
         """
         decide = WRITES[field]
         namespace = check_namespace(request.namespace)
-        return self.registry.submit(field, namespace, lambda book, now: decide(book, request, now))
+        return self.registry.submit(
+            field, namespace, lambda book, now: decide(book, request, now), notify
+        )
 
     def finish(self, field: str, request: Any, reply: Any) -> Message:
         """Fills in what the core cannot know."""

@@ -239,8 +239,8 @@ class Session:
         entry.cancelled = True
         # A frame that is being written must be written whole: a write that was
         # given up half-way would keep the stream from ever being written again.
-        if not entry.sending:
-            entry.work.cancel()
+        if not entry.sending and entry.work.cancel() and not entry.is_task:
+            self._written(entry)
 
     # ---------------------------------------------------------------- writing
 
@@ -283,13 +283,14 @@ class Session:
 
     async def _write(self, entry: _Open) -> None:
         try:
-            future = self._calls.submit(entry.method.field, entry.request)
+            future = self._calls.submit(
+                entry.method.field, entry.request, lambda: self._written(entry)
+            )
         except RankbookError as error:
             await self._fail(entry, error, self._clock.mono() - entry.started_s)
             return
         entry.work = future
         self._open[entry.request_id] = entry
-        future.add_done_callback(lambda _: self._written(entry))
 
     def _written(self, entry: _Open) -> None:
         self._outbox.append(entry)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, NoReturn
 
 import grpc
 import structlog
@@ -59,25 +59,47 @@ async def abort(context: Any, error: RankbookError) -> NoReturn:
     raise AssertionError("abort returned")
 
 
-@contextlib.contextmanager
-def boundary(call: str, new_id: Callable[[], str]) -> Iterator[None]:
+class boundary:  # noqa: N801 - reads as the statement it is
     """Keeps a fault of ours from being more than one failed call.
 
-    Args:
-        call: Name of the call, for the log.
-        new_id: Makes the incident's name, which the caller is told.
-
-    Raises:
-        Internal: For anything that is no RankbookError; the log has the rest.
+    A context manager: a RankbookError passes, anything else becomes an
+    `Internal` whose incident the log explains.
     """
-    try:
-        yield
-    except RankbookError:
-        raise
-    except Exception as fault:
-        incident = new_id()
-        structlog.get_logger().exception("internal error", call=call, incident=incident)
+
+    __slots__ = ("_call", "_new_id")
+
+    def __init__(self, call: str, new_id: Callable[[], str]) -> None:
+        """Does nothing yet.
+
+        Args:
+            call: Name of the call, for the log.
+            new_id: Makes the incident's name, which the caller is told.
+        """
+        self._call = call
+        self._new_id = new_id
+
+    def __enter__(self) -> None:
+        """Begins."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        """Ends.
+
+        Raises:
+            Internal: For a fault; the log has the rest.
+        """
+        if fault is None or isinstance(fault, RankbookError) or not isinstance(fault, Exception):
+            return False
+        incident = self._new_id()
+        structlog.get_logger().error(
+            "internal error", call=self._call, incident=incident, exc_info=fault
+        )
         raise Internal(
-            f"{call} failed inside the registry; its log has incident {incident}: please report it",
-            metadata={"call": call, "incident": incident},
+            f"{self._call} failed inside the registry; its log has incident {incident}: please "
+            "report it",
+            metadata={"call": self._call, "incident": incident},
         ) from fault
