@@ -85,7 +85,7 @@ def seal(invocation: Invocation, engine_id: str, connector: str) -> None:
         return
     out.lines(
         [
-            f"{engine_id} sealed #{sealed.seal.number}: {len(slots)} ranks, "
+            f"{engine_id} sealed #{sealed.seal.number}: {len(slots)} of {len(slots)} ranks, "
             f"epoch {sealed.epoch}, revision {sealed.revision}"
         ]
     )

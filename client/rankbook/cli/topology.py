@@ -43,8 +43,13 @@ def topology_json(topology: Topology) -> dict[str, Any]:
     }
 
 
-def state_error(topology: Topology) -> RankbookError | None:
-    """Why an engine may not be used, or None when it is COMPLETE or better."""
+def state_error(topology: Topology, *, brief: bool = False) -> RankbookError | None:
+    """Why an engine may not be used, or None when it is COMPLETE or better.
+
+    Args:
+        topology: The engine.
+        brief: Leave out what to do: the picture above says it.
+    """
     engine = topology.engine
     values: dict[str, Any] = {
         "engine_id": engine.engine_id,
@@ -58,7 +63,7 @@ def state_error(topology: Topology) -> RankbookError | None:
     if engine.missing:
         values["missing"] = slots_text(engine.missing, engine.layout.pcp_size)
         said += f", missing {shorten(values['missing'], 200)}"
-    words = f"{said}: {picture.next_step(topology)}"
+    words = said if brief else f"{said}: {picture.next_step(topology)}"
     if engine.state in (State.FORMING, State.DEGRADED):
         return Incomplete(words, metadata=values)
     if engine.state is State.INVALID:
@@ -162,7 +167,7 @@ def topology(invocation: Invocation, engine_id: str, allow_incomplete: bool, pay
             without_payload=not (out.as_json or payload),
         )
     assert found is not None  # only a caller that names a revision can be told "not modified"
-    error = None if allow_incomplete else state_error(found)
+    error = None if allow_incomplete else state_error(found, brief=not out.as_json)
     if out.as_json:
         shown = topology_json(found)
         if error is not None:

@@ -71,11 +71,12 @@ def event_line(event: WatchEvent, before: Engine | None, at: dt.datetime) -> Tex
         line.append(" -> ")
     line.append_text(state_text(engine.state))
     line.append(f"  {engine.present}/{engine.declared}")
-    if before is None or before.epoch != engine.epoch:
-        line.append(f"  epoch {engine.epoch}")
-    if event.removed and engine.state is not State.GONE:
+    restarted = before is not None and before.epoch != engine.epoch
+    if before is None or restarted:
+        line.append(f"  {'new start, ' if restarted else ''}epoch {engine.epoch}")
+    if event.removed and engine.state is not State.GONE and not restarted:
         line.append(f"  lost {slots_text(event.removed, pcp)}", style="red")
-    if event.changed and event.type is EventType.MODIFIED:
+    if event.changed and event.type is EventType.MODIFIED and not restarted:
         line.append(f"  new or changed {slots_text(event.changed, pcp)}")
     if engine.state is State.GONE and engine.successor is not None:
         line.append(f"  replaced by {engine.successor.engine_id} epoch {engine.successor.epoch}")

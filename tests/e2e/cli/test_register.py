@@ -159,7 +159,7 @@ def test_seal_drain_undo_and_evict_do_as_named(cli: Any, publish: Any, make_grid
     assert early.code == 5
     assert early.json["error"]["reason"] in {"ENGINE_INCOMPLETE", "SEAL_MISMATCH"}
     publish(make_grid([16, 16], 1)[1:])
-    assert cli("seal", "e").out.startswith("e sealed #1: 2 ranks")
+    assert cli("seal", "e").out.startswith("e sealed #1: 2 of 2 ranks")
     assert cli.state("e") == "READY"
 
     drained = cli("drain", "e", "--reason", "node work", "--wait", "5s", "-o", "json")

@@ -179,7 +179,7 @@ def test_an_event_says_what_changed_and_what_it_was(make_topology: Make, now: dt
     restarted = dataclasses.replace(lost.engine, epoch=4, state=State.READY, present=4)
     event = WatchEvent(EventType.MODIFIED, 19, dataclasses.replace(lost, engine=restarted))
     assert event_line(event, lost.engine, now).plain == (
-        "03:04:05      19  MODIFIED  prefill-a-0  DEGRADED -> READY  4/4  epoch 4"
+        "03:04:05      19  MODIFIED  prefill-a-0  DEGRADED -> READY  4/4  new start, epoch 4"
     )
 
 
