@@ -6,16 +6,17 @@ Nothing of gRPC's own gets past here: a caller sees `rankbook.errors` only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rankbook import v1
-from rankbook._calls import METHODS, Call
+from rankbook._calls import METHODS, Answer, Call, Script
 from rankbook._channel import Endpoint, shown
 from rankbook._status import error_of_code, has_reason
 from rankbook.errors import (
     BadRequest,
     Cancelled,
     DeadlineExceeded,
+    Internal,
     RankbookError,
     Reason,
     Unavailable,
@@ -24,13 +25,18 @@ from rankbook.errors import (
 __all__ = [
     "Failure",
     "Step",
+    "advance",
     "closed",
     "deadline_passed",
     "failure_of",
+    "forked",
+    "is_unimplemented",
     "multicallable",
+    "resumed",
     "unreachable",
 ]
 
+T = TypeVar("T")
 _DETAILS = "grpc-status-details-bin"
 
 
@@ -54,6 +60,28 @@ class Step:
     """Whether everything up to now is in."""
     error: RankbookError | None = None
     """Why the stream broke; it is being resumed."""
+
+
+def advance(script: Script[T], answer: Answer | None) -> tuple[Call | None, T | None]:
+    """Hands a script its answer; the next call to send, or what the script returns.
+
+    Raises:
+        Internal: The answer lacks what this version needs of it.
+    """
+    try:
+        if answer is None:
+            return next(script), None
+        return script.send(answer), None
+    except StopIteration as done:
+        return None, done.value
+    except RankbookError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as problem:
+        if answer is None:
+            raise  # the caller's own mistake
+        raise Internal(
+            f"the registry's answer cannot be read: {problem}", metadata={"cause": str(problem)}
+        ) from problem
 
 
 def multicallable(channel: Any, name: str, kind: str) -> Any:

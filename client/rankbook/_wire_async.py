@@ -11,7 +11,7 @@ import asyncio
 import os
 import random
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rankbook import _clock, _rpc, v1
 from rankbook._cache import WatchFold
@@ -78,14 +78,11 @@ class AsyncWire:
     async def run(self, script: Script[T], timeout_s: float | None) -> T:
         """Sends what a script yields until it returns; each request has the whole timeout."""
         limit = self._settings.timeout_s if timeout_s is None else timeout_s
-        answer: Any = None
-        try:
-            while True:
-                call = script.send(answer)
-                answer = await self._call(call, limit + call.wait_s)
-        except StopIteration as done:
-            result: T = done.value
-            return result
+        call, result = _rpc.advance(script, None)
+        while call is not None:
+            answer = await self._call(call, limit + call.wait_s)
+            call, result = _rpc.advance(script, answer)
+        return cast(T, result)
 
     async def _call(self, call: Call, timeout_s: float) -> Answer:
         policy, repeat = self._settings.retry, METHODS[call.method].repeat

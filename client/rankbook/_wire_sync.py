@@ -14,7 +14,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rankbook import _clock, _rpc, v1
 from rankbook._cache import WatchFold
@@ -81,14 +81,11 @@ class SyncWire:
     def run(self, script: Script[T], timeout_s: float | None) -> T:
         """Sends what a script yields until it returns; each request has the whole timeout."""
         limit = self._settings.timeout_s if timeout_s is None else timeout_s
-        answer: Any = None
-        try:
-            while True:
-                call = script.send(answer)
-                answer = self._call(call, limit + call.wait_s)
-        except StopIteration as done:
-            result: T = done.value
-            return result
+        call, result = _rpc.advance(script, None)
+        while call is not None:
+            answer = self._call(call, limit + call.wait_s)
+            call, result = _rpc.advance(script, answer)
+        return cast(T, result)
 
     def _call(self, call: Call, timeout_s: float) -> Answer:
         policy, repeat = self._settings.retry, METHODS[call.method].repeat

@@ -122,8 +122,9 @@ def test_an_answer_larger_than_one_message_comes_whole(client, made, engine_id):
     client.register_workers(records, sequence=1, lease_key=engine_id)
     topology = client.get_topology(engine_id, require=Requirement.COMPLETE)
     assert [w.slot.tp_rank for w in topology.workers] == list(range(20))
-    (event,) = zip(client.watch(rankbook.EngineFilter(engine_id=engine_id)), range(1), strict=False)
-    assert len(event[0].topology.workers) == 20
+    watch = client.watch(rankbook.EngineFilter(engine_id=engine_id))
+    assert len(next(watch).topology.workers) == 20
+    watch.close()
 
 
 def test_errors_come_back_typed_with_their_values(client, made, engine_id):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+
+import pytest
 
 from rankbook import v1
 from rankbook.model import Handshake, Layers, Layout, Process, Role, Slot, WorkerRecord
@@ -90,3 +93,11 @@ def worker(name: str, tp_rank: int, payload: bytes, generation: str = "g1") -> v
 def statuses(revisions: Iterable[int]) -> list[v1.WorkerStatus]:
     """Statuses of workers that changed at these revisions."""
     return [v1.WorkerStatus(revision=revision, lease_id="l") for revision in revisions]
+
+
+@pytest.fixture
+def made() -> SimpleNamespace:
+    """The makers above, for tests that cannot import this file."""
+    return SimpleNamespace(
+        record=record, grid=grid, engine=engine, worker=worker, statuses=statuses
+    )
