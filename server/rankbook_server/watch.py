@@ -25,7 +25,8 @@ watcher few messages.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rankbook import v1
@@ -87,10 +88,13 @@ class EngineTest:
 
 
 class Watcher:
-    """One watch: what its client has, and what it must be sent."""
+    """One watch: what its client has, and what it must be sent.
+
+    Made by `Hub.watch`; ended by `close`.
+    """
 
     def __init__(self, hub: Hub, request: v1.WatchRequest) -> None:
-        """Reads the request; `Hub.watch` starts it.
+        """Reads the request.
 
         Raises:
             BadRequest: An id in the request is no id.
@@ -102,7 +106,11 @@ class Watcher:
         self._bare = request.without_payload
         self._known: dict[str, int] = {}
         self._dirty: dict[str, int] = {}
+        self._rest: deque[bytes] = deque()
         self._wake: asyncio.Future[None] | None = None
+        self._begun = False
+        self._reset = False
+        self._synced = False
         self._progress_due = False
         self._sent_lately = False
 
@@ -115,7 +123,7 @@ class Watcher:
             self.wake()
 
     def wake(self) -> None:
-        """Has `messages` look again."""
+        """Has `next` look again."""
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -126,53 +134,67 @@ class Watcher:
             self.wake()
         self._sent_lately = False
 
-    async def messages(self) -> AsyncIterator[bytes]:
-        """Serialised `WatchResponse`s, without end; each is made when it is asked for.
+    def close(self) -> None:
+        """Ends the watch."""
+        self._hub.forget(self)
+
+    async def next(self) -> bytes:
+        """The next `WatchResponse`, serialised: made now, or once there is one.
 
         Raises:
             Unavailable: The server is shutting down, or the book cannot be read.
         """
-        registry = self._hub.registry
-        await registry.settle(self.namespace)
-        reset = self._begin()
-        synced = False
+        hub = self._hub
         while True:
-            await registry.settle(self.namespace)
-            self._hub.check_open()
-            # What was changed and not yet marked is newer than this revision.
-            revision = self._hub.marked_revision
-            events: list[bytes] = []
-            size = 0
-            while self._dirty:
-                engine_id = next(iter(self._dirty))
-                parts = self._take(engine_id)
-                if not parts:
-                    del self._dirty[engine_id]
-                    continue
-                if events and (len(parts) > 1 or size + len(parts[0]) > _MESSAGE_BYTES):
-                    break
-                del self._dirty[engine_id]
-                self._keep(engine_id)
-                for part in parts[:-1]:
-                    yield self._message([part], revision, reset=reset, synced=False)
-                    reset = False
-                events.append(parts[-1])
-                size += len(parts[-1])
-                if len(parts) > 1:
-                    # Time has passed: what comes next is read anew.
-                    break
-            resume = next(iter(self._dirty.values())) - 1 if self._dirty else revision
-            was_synced, synced = synced, synced or resume >= 0
-            if events or reset or self._progress_due or synced != was_synced:
-                self._progress_due = False
-                self._sent_lately = True
-                yield self._message(events, max(resume, 0), reset=reset, synced=synced)
-                reset = False
-            if not self._dirty and not self._progress_due:
-                self._wake = asyncio.get_running_loop().create_future()
-                await self._wake
+            if hub.registry.is_busy:
+                await hub.registry.settle(self.namespace)
+            hub.check_open()
+            if not self._begun:
+                self._reset = self._begin()
+                self._begun = True
+            events = [self._rest.popleft()] if self._rest else self._collect()
+            if self._rest:
+                return self._message(events, 0, synced=False)
+            # What was changed and not yet marked is newer than the marked revision.
+            oldest = next(iter(self._dirty.values()), hub.marked_revision + 1)
+            resume = oldest - 1
+            was_synced = self._synced
+            self._synced = was_synced or resume >= 0
+            if events or self._reset or self._progress_due or self._synced != was_synced:
+                return self._message(events, max(resume, 0), synced=self._synced)
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
 
-    def _message(self, events: list[bytes], revision: int, *, reset: bool, synced: bool) -> bytes:
+    def _collect(self) -> list[bytes]:
+        """Events of dirty engines, as many as fit a message; of one that is too
+        large for that the first part, and `_rest` gets the others."""
+        events: list[bytes] = []
+        size = 0
+        while self._dirty:
+            engine_id = next(iter(self._dirty))
+            view = self._hub.view.engine(self.namespace, engine_id)
+            shown = view is not None and self._shows(view)
+            parts = self._parts(engine_id, view, shown)
+            if parts and events and (len(parts) > 1 or size + len(parts[0]) > _MESSAGE_BYTES):
+                break
+            del self._dirty[engine_id]
+            if view is not None and shown:
+                self._known[engine_id] = view.revision
+            else:
+                self._known.pop(engine_id, None)
+            if not parts:
+                continue
+            events.append(parts[0])
+            size += len(parts[0])
+            if len(parts) > 1:
+                self._rest.extend(parts[1:])
+                break
+        return events
+
+    def _message(self, events: list[bytes], revision: int, *, synced: bool) -> bytes:
+        reset, self._reset = self._reset, False
+        self._progress_due = False
+        self._sent_lately = True
         return b"".join(
             (
                 *events,
@@ -210,18 +232,17 @@ class Watcher:
                 if view.engine.start_revision > since and view.engine.epoch <= book.epoch_floor + 1:
                     # Its first start, so the client cannot have it.
                     del self._known[engine_id]
-            elif self._shown(view):
+            elif self._shows(view):
                 self._known[engine_id] = view.revision
         return anew
 
-    def _shown(self, view: EngineView) -> bool:
+    def _shows(self, view: EngineView) -> bool:
         return view.engine.state != v1.STATE_GONE and self._test.matches(view.engine)
 
-    def _take(self, engine_id: str) -> list[bytes]:
-        """Events that bring the client to an engine's newest state; changes nothing."""
-        view = self._hub.view.engine(self.namespace, engine_id)
+    def _parts(self, engine_id: str, view: EngineView | None, shown: bool) -> list[bytes]:
+        """Events that bring the client to an engine's newest state."""
         known = self._known.get(engine_id)
-        if view is not None and self._shown(view):
+        if view is not None and shown:
             if known is not None and known >= view.revision:
                 return []
             return view.events(known or 0, without_payload=self._bare)
@@ -231,14 +252,6 @@ class Watcher:
             engine = v1.Engine(namespace=self.namespace, engine_id=engine_id, state=v1.STATE_GONE)
             return [removed_event(engine.SerializeToString())]
         return [view.removed()]
-
-    def _keep(self, engine_id: str) -> None:
-        """Notes that the client has, or will have, an engine's newest state."""
-        view = self._hub.view.engine(self.namespace, engine_id)
-        if view is not None and self._shown(view):
-            self._known[engine_id] = view.revision
-        else:
-            self._known.pop(engine_id, None)
 
 
 class Hub:
@@ -263,13 +276,13 @@ class Hub:
         """Watches open now."""
         return self._count
 
-    async def watch(self, request: v1.WatchRequest) -> AsyncGenerator[bytes, None]:
-        """Serialised `WatchResponse`s of a watch.
+    def watch(self, request: v1.WatchRequest) -> Watcher:
+        """Begins a watch, which counts until it is closed.
 
         Raises:
             BadRequest: An id in the request is no id.
             Overloaded: As many watches as the server may hold are open.
-            Unavailable: The server is shutting down, or the book cannot be read.
+            Unavailable: The server is shutting down.
         """
         self.check_open()
         watcher = Watcher(self, request)
@@ -284,15 +297,16 @@ class Hub:
             self._book_id = self.registry.book_id
             self.book_id_field = delimited(3, self._book_id.encode())
         self._count += 1
-        watchers = self._watchers.setdefault(watcher.namespace, set())
-        watchers.add(watcher)
-        try:
-            async for message in watcher.messages():
-                yield message
-        finally:
-            self._count -= 1
+        self._watchers.setdefault(watcher.namespace, set()).add(watcher)
+        return watcher
+
+    def forget(self, watcher: Watcher) -> None:
+        """Hears no more of a watcher; a second call has no effect."""
+        watchers = self._watchers.get(watcher.namespace, set())
+        if watcher in watchers:
             watchers.discard(watcher)
-            if not watchers and self._watchers.get(watcher.namespace) is watchers:
+            self._count -= 1
+            if not watchers:
                 del self._watchers[watcher.namespace]
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from google.protobuf.message import Message
@@ -83,6 +83,7 @@ class Calls:
     ) -> None:
         self.registry = registry
         self.hub = hub
+        """Where watches are opened."""
         self.sessions: Callable[[], int] = lambda: 0
         """Counts the sessions that are open."""
         self._view = view
@@ -157,10 +158,6 @@ class Calls:
             return reply
         await self.registry.settle(check_namespace(request.namespace))
         return cast(Answer, await self._reads[field](request, remaining_s))
-
-    def watch(self, request: v1.WatchRequest) -> AsyncGenerator[bytes, None]:
-        """Serialised WatchResponses; see `Hub.watch`."""
-        return self.hub.watch(request)
 
     # ------------------------------------------------------------------ drain
 

@@ -198,10 +198,10 @@ class Service:
         try:
             self._check_open()
             request = cast(v1.WatchRequest, self._parse(BY_FIELD["watch"], data))
-            async with contextlib.aclosing(self._calls.watch(request)) as messages:
+            with contextlib.closing(self._calls.hub.watch(request)) as watcher:
                 while True:
                     with boundary("Watch", self._clock.new_id):
-                        message = await anext(messages)
+                        message = await watcher.next()
                     await context.write(message)
         except RankbookError as error:
             failure = error

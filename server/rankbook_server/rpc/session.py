@@ -336,10 +336,10 @@ class Session:
 
     async def _watch(self, entry: _Open) -> None:
         try:
-            async with contextlib.aclosing(self._calls.watch(entry.request)) as messages:
+            with contextlib.closing(self._calls.hub.watch(entry.request)) as watcher:
                 while True:
                     with boundary("Watch", self._clock.new_id):
-                        message = await anext(messages)
+                        message = await watcher.next()
                     await self._send_part(entry, Body([message], len(message)), more=True)
         except RankbookError as error:
             await self._fail(entry, error, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from rankbook.errors import Unavailable
 from rankbook_server.registry import Registry
 from rankbook_server.rpc.service import shutting_down
 from rankbook_server.view import View
-from rankbook_server.watch import Hub
+from rankbook_server.watch import Hub, Watcher
 
 from .support import Bench, running, until
 
@@ -26,12 +25,12 @@ def hub_of(registry: Registry) -> Hub:
     return hub
 
 
-async def take(messages: AsyncGenerator[bytes, None]) -> v1.WatchResponse:
+async def take(messages: Watcher) -> v1.WatchResponse:
     async with asyncio.timeout(10):
-        return v1.WatchResponse.FromString(await anext(messages))
+        return v1.WatchResponse.FromString(await messages.next())
 
 
-def watch(hub: Hub, **request: Any) -> AsyncGenerator[bytes, None]:
+def watch(hub: Hub, **request: Any) -> Watcher:
     return hub.watch(v1.WatchRequest(namespace="n", **request))
 
 
@@ -66,7 +65,7 @@ def test_a_watcher_that_takes_nothing_is_sent_one_message_for_many_changes() -> 
             assert {e.engine.generation for e in message.events} == {"g9"}
             assert {e.type for e in message.events} == {v1.EVENT_TYPE_ADDED}
             assert message.book_revision == bench.registry.revision
-            await messages.aclose()
+            messages.close()
 
     asyncio.run(run())
 
@@ -84,7 +83,7 @@ def test_an_engine_that_came_and_went_unseen_is_no_event() -> None:
             await until(lambda: hub.marked_revision == bench.registry.revision)
             message = await take(messages)
             assert [e.engine.engine_id for e in message.events] == ["here"]
-            await messages.aclose()
+            messages.close()
 
     asyncio.run(run())
 
@@ -105,7 +104,7 @@ def test_an_idle_watch_says_how_far_it_is_and_a_busy_one_need_not() -> None:
             message = await step
             assert (len(message.events), message.synced) == (0, True)
             assert message.book_revision == bench.registry.revision == 1
-            await messages.aclose()
+            messages.close()
 
     asyncio.run(run())
 
@@ -131,7 +130,7 @@ def test_the_resume_point_is_never_beyond_a_change_that_was_not_sent() -> None:
             later = {e.engine.engine_id for e in (await step).events}
             assert names | later >= {"e0", "e1", "e2"}
             for generator in (messages, fresh, resumed):
-                await generator.aclose()
+                generator.close()
             assert len(hub) == 0
 
     asyncio.run(run())
