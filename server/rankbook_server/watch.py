@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from rankbook import v1
 from rankbook.errors import Overloaded, RankbookError, Reason
@@ -44,15 +43,10 @@ _MESSAGE_BYTES = MAX_REPLY_BYTES - 2048
 _ANY = -1
 
 
-@dataclass(frozen=True, slots=True)
 class EngineTest:
-    """A filter, read once."""
+    """A filter, read once: reading a message costs more than testing an engine."""
 
-    wanted: v1.EngineFilter
-    """The filter as it was sent."""
-
-    @classmethod
-    def of(cls, wanted: v1.EngineFilter) -> EngineTest:
+    def __init__(self, wanted: v1.EngineFilter) -> None:
         """Checks a filter.
 
         Raises:
@@ -61,29 +55,33 @@ class EngineTest:
         for name in ("group", "engine_id"):
             if value := getattr(wanted, name):
                 check_id(f"filter.{name}", value)
-        return cls(wanted)
-
-    @property
-    def is_volatile(self) -> bool:
+        self._engine_id = wanted.engine_id
+        self._group = wanted.group
+        self._role = wanted.role
+        self._model = wanted.model
+        self._states = frozenset(wanted.states)
+        self._compat_hash = wanted.compat_hash
+        self._labels = tuple(wanted.labels.items())
+        self.is_volatile = bool(self._states or self._labels or self._compat_hash or self._model)
         """Whether one start of an engine may begin or cease to match."""
-        wanted = self.wanted
-        return bool(wanted.states or wanted.labels or wanted.compat_hash or wanted.model)
+        self._takes_all = not (self.is_volatile or self._engine_id or self._group or self._role)
 
     def names(self, engine_id: str) -> bool:
         """Whether an engine of this name can match."""
-        return not self.wanted.engine_id or self.wanted.engine_id == engine_id
+        return not self._engine_id or self._engine_id == engine_id
 
     def matches(self, engine: v1.Engine) -> bool:
         """Whether an engine matches."""
-        wanted = self.wanted
+        if self._takes_all:
+            return True
         return (
-            (not wanted.engine_id or wanted.engine_id == engine.engine_id)
-            and (not wanted.group or wanted.group == engine.group)
-            and (not wanted.role or engine.role in (wanted.role, v1.ROLE_BOTH))
-            and (not wanted.model or wanted.model == engine.model.name)
-            and (not wanted.states or engine.state in wanted.states)
-            and (not wanted.compat_hash or wanted.compat_hash in engine.compat_hashes)
-            and all(engine.labels.get(key) == value for key, value in wanted.labels.items())
+            (not self._engine_id or self._engine_id == engine.engine_id)
+            and (not self._group or self._group == engine.group)
+            and (not self._role or engine.role in (self._role, v1.ROLE_BOTH))
+            and (not self._model or self._model == engine.model.name)
+            and (not self._states or engine.state in self._states)
+            and (not self._compat_hash or self._compat_hash in engine.compat_hashes)
+            and all(engine.labels.get(key) == value for key, value in self._labels)
         )
 
 
@@ -101,7 +99,7 @@ class Watcher:
         """
         self.namespace = check_namespace(request.namespace)
         self._hub = hub
-        self._test = EngineTest.of(request.filter)
+        self._test = EngineTest(request.filter)
         self._request = request
         self._bare = request.without_payload
         self._known: dict[str, int] = {}

@@ -270,7 +270,7 @@ class Calls:
         self, request: v1.ListEnginesRequest, remaining_s: float | None
     ) -> list[Body]:
         namespace = check_namespace(request.namespace)
-        test = EngineTest.of(request.filter)
+        test = EngineTest(request.filter)
         if request.page_size > _MAX_PAGE:
             raise LimitExceeded(
                 f"page_size is {request.page_size} engines, over the limit of {_MAX_PAGE}",
