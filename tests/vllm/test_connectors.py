@@ -1,6 +1,8 @@
 """The connector classes: vLLM's, with something added, found by vLLM's own factory."""
 
+import importlib.util
 import pickle
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +15,8 @@ from rankbook_vllm.seal import Note, note_of
 
 pytestmark = pytest.mark.vllm
 
-_vllm = pytest.importorskip("rankbook_vllm._vllm", reason="needs vLLM")
-connectors = pytest.importorskip("rankbook_vllm.connectors", reason="needs vLLM")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
 
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
@@ -26,6 +28,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (  # noqa: E402
     NixlHandshakePayload,
 )
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns about itself while it loads
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorRole,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+
+    from rankbook_vllm import _vllm, connectors
 
 # Those whose own imports need nothing that is not installed.
 NAMES = [

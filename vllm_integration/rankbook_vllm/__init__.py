@@ -1,0 +1,4 @@
+"""rankbook in vLLM: connectors that sign in, by configuration alone.
+
+See `rankbook_vllm.connectors` for how, `rankbook_vllm.config` for the settings.
+"""

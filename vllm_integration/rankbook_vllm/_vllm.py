@@ -280,12 +280,27 @@ def _extra_kind(vllm_config: Any) -> LayerKind:
     return LayerKind.MTP if "mtp" in str(speculative.method) else LayerKind.DRAFT
 
 
+_NIXL_GEOMETRY = (
+    "block_len_per_layer",
+    "block_size",
+    "_physical_blocks_per_logical_kv_block",
+    "num_blocks",
+    "backend_name",
+)
+
+
 def _kv_cache(vllm_config: Any, kv_cache_config: Any, nixl: Any) -> KvCache:
     cache = vllm_config.cache_config
     layout = str(getattr(cache, "kv_cache_layout", None) or "")
     groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
     spec = groups[0].kv_cache_spec if groups else None
-    if nixl is not None and nixl.block_len_per_layer:
+    unreadable = [name for name in _NIXL_GEOMETRY if nixl is not None and not hasattr(nixl, name)]
+    if unreadable:
+        logger.info(
+            "rankbook fallback: NIXL's %s are not there, the cache's own geometry is published",
+            ", ".join(unreadable),
+        )
+    elif nixl is not None and nixl.block_len_per_layer:
         # NIXL transfers kernel blocks, which may be smaller than the cache's own.
         return KvCache(
             block_size=nixl.block_size,
@@ -322,7 +337,7 @@ def _compat(vllm_config: Any, model: Model, layout: Layout, connector: str, nixl
     factors |= {
         "nixl_connector_version": str(getattr(nixl_metadata, "NIXL_CONNECTOR_VERSION", "")),
         "num_kv_heads": str(vllm_config.model_config.get_total_num_kv_heads()),
-        "attn_backend_name": nixl.backend_name,
+        "attn_backend_name": str(getattr(nixl, "backend_name", "")),
         "is_hma_enabled": str(not scheduler.disable_hybrid_kv_cache_manager),
         "speculative_method": str(speculative.method) if speculative is not None else "",
         "transfer_mode": str(getattr(nixl, "_TRANSFER_MODE", "")),

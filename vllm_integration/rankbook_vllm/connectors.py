@@ -97,9 +97,10 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
         """
         super().register_kv_caches(kv_caches)
         vllm_config, kv_cache_config = self._rankbook_args
-        metadata = self._rankbook_metadata()
         self._rankbook_publish(
-            lambda: _vllm.worker_facts(self, vllm_config, kv_cache_config, kv_caches, metadata)
+            lambda: _vllm.worker_facts(
+                self, vllm_config, kv_cache_config, kv_caches, self._rankbook_metadata()
+            )
         )
 
     def _rankbook_publish(self, read: Callable[[], Facts]) -> None:
@@ -196,9 +197,11 @@ class SleepMixin(_Connector):  # type: ignore[misc]
         super().restore_kv_caches()
         publisher = self._rankbook_publisher
         if publisher is not None and publisher.facts is not None:
-            facts, metadata = publisher.facts, self._rankbook_metadata()
+            facts = publisher.facts
             self._rankbook_publish(
-                lambda: dataclasses.replace(facts, handshake=_vllm.handshake_of(metadata))
+                lambda: dataclasses.replace(
+                    facts, handshake=_vllm.handshake_of(self._rankbook_metadata())
+                )
             )
 
 
@@ -206,6 +209,7 @@ _classes: dict[type[Any], type[Any]] = {}
 
 
 def subclass(base: type[Any]) -> type[Any]:
+    """The class that signs in, made from one of vLLM's; the same one each time."""
     if base not in _classes:
         mixins: tuple[type[Any], ...] = (RankbookMixin,)
         if hasattr(base, "unregister_kv_caches"):

@@ -25,6 +25,7 @@ _LEVELS = {
     rankbook.RegistrationState.FENCED: (logging.ERROR, "a newer start took over, signed out"),
     rankbook.RegistrationState.STOPPED: (logging.INFO, "signed out"),
 }
+_PENDING = rankbook.RegistrationState.PENDING
 
 
 class ChangeLog:
@@ -35,6 +36,7 @@ class ChangeLog:
         self._log = log
         self._who = who
         self._said: object = None
+        self._state: rankbook.RegistrationState | None = None
         self._sealed = 0
 
     def __call__(self, change: rankbook.RegistrationChange) -> None:
@@ -50,8 +52,9 @@ class ChangeLog:
         reason = change.error.reason if change.error is not None else None
         if (change.state, reason) == self._said:
             return
-        if change.state is rankbook.RegistrationState.PENDING and reason is None:
+        if change.error is None and change.state in (self._state, _PENDING):
             return
+        self._state = change.state
         self._said = (change.state, reason)
         level, words = _LEVELS[change.state]
         if change.error is not None:

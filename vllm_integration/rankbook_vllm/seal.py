@@ -79,12 +79,9 @@ class Whole:
     notes: tuple[Note, ...]
     """In slot order."""
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why workers could not publish, in slot order; empty where all did."""
-        return tuple(
-            f"{slot_name(note.slot)}: {note.problem}" for note in self.notes if note.problem
-        )
+    problems: tuple[str, ...] = ()
+    """Why it cannot be sealed though everybody answered: a worker could not
+    publish, or its connector serves something else than it published."""
 
 
 def slot_name(slot: Slot) -> str:
@@ -128,9 +125,8 @@ def check_grid(
             it has nothing to serve.
 
     Raises:
-        BadRecord: What a worker published is not what its connector serves, or
-            a slot is outside the grid, came under another slot's key, or its
-            worker declares other sizes.
+        BadRecord: A slot is outside the grid, came under another slot's key, or
+            its worker declares other sizes.
         Conflict: Two workers claim one slot, or are of two starts.
         Incomplete: A slot's worker did not answer; `missing` lists them.
         Refused: The stages' layers overlap or leave a hole (ENGINE_INVALID).
@@ -155,12 +151,6 @@ def check_grid(
             known = slots.setdefault(note.slot, note)
             if known != note:
                 raise _claimed_twice(note.slot, known.worker_rank, note.worker_rank)
-        if key in served and not _was_published(served[key], group):
-            raise BadRecord(
-                f"the metadata that the connector serves for key {key} is not what its worker "
-                "published: a peer would get one or the other",
-                metadata={"field": "handshake.payload", "key": str(key)},
-            )
     missing = sorted(grid - set(slots))
     if missing:
         for slot in sorted(slots):
@@ -182,7 +172,13 @@ def check_grid(
             metadata={"generations": _listed(sorted(starts))},
         )
     _check_layers([note.published() for note in ordered if not note.problem], layout)
-    return Whole(ordered[0].start, ordered)
+    problems = [f"{slot_name(note.slot)}: {note.problem}" for note in ordered if note.problem]
+    problems += [
+        f"key {key}: the connector serves other metadata than its worker published"
+        for key, payload in served.items()
+        if not _was_published(payload, notes.get(key, ()))
+    ]
+    return Whole(ordered[0].start, ordered, tuple(problems))
 
 
 def _was_published(payload: bytes, notes: Sequence[Note]) -> bool:
