@@ -18,17 +18,6 @@ pytestmark = pytest.mark.vllm
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
 
-from vllm.config import KVTransferConfig  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
-    KVConnectorBase_V1,
-    KVConnectorRole,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (  # noqa: E402
-    NixlHandshakePayload,
-)
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns about itself while it loads
     from vllm.config import KVTransferConfig
