@@ -7,6 +7,7 @@ never changes what it checks. All functions are pure and thread-safe.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -74,6 +75,8 @@ clients in other languages need no option."""
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,253}\Z")
 _SHOWN_CHARS = 64
+_MAX_INSTANT_S = 253_402_300_799
+"""The end of the year 9999, the last instant that a Timestamp may name."""
 
 
 def _shown(value: object) -> str:
@@ -338,3 +341,11 @@ def check_core(core: v1.CoreRecord) -> None:
     _check_process("core.process", core.process)
     _check_addresses("core.addresses", core.addresses)
     check_text("core.connector", core.connector, MAX_ID_CHARS)
+    if not math.isfinite(core.clock.local_s):
+        raise _bad("core.clock.local_s", core.clock.local_s, "a number of seconds")
+    for name, value in (
+        ("registry_time", core.clock.registry_time.seconds),
+        ("error", core.clock.error.seconds),
+    ):
+        if not 0 <= value <= _MAX_INSTANT_S:
+            raise _bad(f"core.clock.{name}", value, f"0 to {_MAX_INSTANT_S} seconds")

@@ -367,7 +367,7 @@ class EngineState:
             found.append(asleep(sorted(self.asleep)))
         if seal.number and not head.core.live:
             found.append(core_lost(seal.boot_id))
-        elif seal.number and full and not self.sealed():
+        elif seal.number and full and not self.asleep and not self.sealed():
             found.append(seal_outdated(seal.number))
         if self._unreachable:
             found.append(loopback(sorted(self._unreachable)))
