@@ -34,6 +34,7 @@ __all__ = [
     "multicallable",
     "resumed",
     "unreachable",
+    "why_no_registry",
 ]
 
 T = TypeVar("T")
@@ -111,14 +112,38 @@ def failure_of(problem: Any, endpoint: Endpoint) -> Failure:
         # A commit that failed may still have happened; any other answer is a no.
         return Failure(error, sent=error.reason is Reason.STORE_UNAVAILABLE)
     if code in ("UNAVAILABLE", "CANCELLED", "INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"):
+        cause = _plain(code, text)
         return Failure(
             Unavailable(
-                f"the registry at {endpoint} does not answer: {text or code}",
-                metadata={"endpoint": str(endpoint), "cause": text or code},
+                f"the registry at {endpoint} does not answer: {cause}",
+                metadata={"endpoint": str(endpoint), "cause": cause},
             ),
             sent=True,
         )
     return Failure(error_of_code(code, f"{endpoint}: {text}"), sent=False)
+
+
+def why_no_registry(problem: Any) -> str | None:
+    """Why what was asked for its status is no registry to use; None: it is one.
+
+    Any word of a registry proves that it is there, also a refusal; what it
+    says of itself is for the calls to find out. A web server, or a proxy with
+    nothing behind it, answers too, but not in a registry's words.
+    """
+    code, text, details = _code_and_details(problem)
+    if has_reason(details):
+        error = error_of_code(code, text, details)
+        return error.message if error.reason is Reason.SHUTTING_DOWN else None
+    if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+        return None
+    return _plain(code, text)
+
+
+def _plain(code: str, text: str) -> str:
+    """gRPC's text without what only its authors need to know."""
+    cause = text.rpartition("to remote host: ")[2].rpartition("last error: ")[2]
+    cause = cause.removeprefix("UNKNOWN: ").removeprefix("connect: ")
+    return cause if code == "UNAVAILABLE" and cause else f"{code}: {text}".removesuffix(": ")
 
 
 def is_unimplemented(problem: Any) -> bool:
@@ -130,7 +155,7 @@ def is_unimplemented(problem: Any) -> bool:
 def unreachable(endpoints: tuple[Endpoint, ...], waited_s: float, cause: str) -> Unavailable:
     """No endpoint answered."""
     return Unavailable(
-        f"no registry answers at {shown(endpoints)} within {waited_s:.3g} s"
+        f"no registry answers at {shown(endpoints)}"
         + (f": {cause}" if cause else "")
         + "; is rankbookd running, and is the address right?",
         metadata={"endpoint": shown(endpoints), "waited_s": f"{waited_s:.3g}", "cause": cause},

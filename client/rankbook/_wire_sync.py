@@ -280,11 +280,9 @@ class SyncWire:
                     metadata=self._settings.metadata,
                 )
             except grpc.RpcError as problem:
-                failure = _rpc.failure_of(problem, endpoint)
-                # Any word of a registry proves that it is there; what it says of
-                # itself is for the calls to find out.
-                if failure.error.reason in (Reason.UNREACHABLE, Reason.SHUTTING_DOWN):
-                    causes.append(failure.error.metadata.get("cause", failure.error.message))
+                cause = _rpc.why_no_registry(problem)
+                if cause is not None:
+                    causes.append(f"{endpoint}: {cause}")
                     channel.close()
                     continue
             except ValueError:  # the channel was closed under us by close()

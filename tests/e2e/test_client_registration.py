@@ -435,3 +435,60 @@ def test_an_on_change_that_raises_ends_nothing(shared_rankbookd, registration, m
     one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc, on_change=broken)
     one.start()
     assert one.wait_registered(10) is not None
+
+
+def test_a_registration_goes_on_at_the_other_endpoint(rankbookd, registration, made, engine_id):
+    first, second = rankbookd(), rankbookd()
+    changes = queue.Queue()
+    one = registration(
+        [made.record(engine_id)], endpoints=[first.grpc, second.grpc], on_change=changes.put
+    )
+    one.start()
+    book_id = one.wait_registered(10).book_id
+    first.kill()
+    # The other one has another book, so it is signed in there anew.
+    until(
+        changes,
+        lambda change: change.state is State.REGISTERED and change.book_id not in ("", book_id),
+    )
+    with rankbook.Client(second.grpc) as client:
+        topology = client.get_topology(engine_id, require=rankbook.Requirement.COMPLETE)
+    assert len(topology.workers) == 1
+
+
+def test_a_peers_death_changes_nothing_of_ones_own_registration(
+    shared_rankbookd, registration, program, view, made, engine_id
+):
+    changes = queue.Queue()
+    mine = registration(
+        [made.record(engine_id)], endpoints=shared_rankbookd.grpc, on_change=changes.put
+    )
+    mine.start()
+    mine.wait_registered(10)
+    peer = program(
+        PUBLISHER + "sys.stdin.readline()\n", shared_rankbookd.grpc, f"{engine_id}-peer", "process"
+    )
+    peer.line()
+    made.eventually(lambda: view.get(f"{engine_id}-peer") is not None, 2, "the peer is seen")
+    peer.kill()
+    made.eventually(is_out(view, f"{engine_id}-peer"), 2, "the peer is out")
+    assert mine.wait_registered(1) is not None
+    assert {change.state for change in changes.queue} <= {State.PENDING, State.REGISTERED}
+
+
+def test_a_batch_of_records_of_one_process_hangs_on_one_lease(
+    shared_rankbookd, registration, view, made, engine_id
+):
+    records = [made.record(engine_id, 0, tp, tp_size=100, boot_id="") for tp in range(100)]
+    one = registration(records, endpoints=shared_rankbookd.grpc)
+    one.start()
+    registered = one.wait_registered(10)
+    assert len(registered.record_digests) == 100
+    made.eventually(
+        lambda: (t := view.get(engine_id)) is not None and len(t.workers) == 100, 2, "all are in"
+    )
+    topology = view.get(engine_id)
+    assert {s.lease_id for s in topology.statuses} == {registered.lease.lease_id}
+    assert registered.record_digests == tuple(s.record_digest for s in topology.statuses)
+    one.stop()
+    made.eventually(is_out(view, engine_id), 1, "all are out")

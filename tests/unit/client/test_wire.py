@@ -121,6 +121,16 @@ def call(request):
     return blocking if request.param == "blocking" else asynchronous
 
 
+def test_what_answers_but_is_no_registry_is_unreachable(call):
+    other = grpc.server(futures.ThreadPoolExecutor(2))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    with pytest.raises(rankbook.Unavailable) as caught:
+        call(f"127.0.0.1:{port}", "status")
+    other.stop(0).wait()
+    assert "UNIMPLEMENTED" in caught.value.message
+
+
 def hang_up(frame):
     raise FakeRegistry.Hangup
 
