@@ -334,7 +334,6 @@ class Registry:
                 command.fail(self._store_away())
                 continue
             book = self._books.get(command.namespace) or self._new_book(command.namespace)
-            book.clock_s = now.mono_s
             steps = 0
             decision: Decision[Any] | None
             while True:

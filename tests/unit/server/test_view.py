@@ -1,0 +1,107 @@
+"""Serialised answers: the same bytes protobuf makes, renewed piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rankbook import v1
+from rankbook_server.view import View
+
+from .support import Bench, registration, running
+
+
+def view_of(bench: Bench) -> View:
+    view = View(bench.registry)
+    bench.registry.subscribe(view)
+    return view
+
+
+def topology(view: View, *, bare: bool = False) -> v1.Topology:
+    found = view.engine("n", "e")
+    assert found is not None
+    (body,) = found.topology(without_payload=bare)
+    data = body.join()
+    assert len(data) == body.size
+    (parsed,) = v1.GetTopologyResponse.FromString(data).topologies
+    return parsed
+
+
+def test_the_joined_pieces_are_what_the_book_says() -> None:
+    async def run() -> None:
+        async with running() as bench:
+            view = view_of(bench)
+            for tp in (1, 0):
+                await bench.register(tp=tp)
+            found = topology(view)
+            book = bench.registry.book("n")
+            assert found.engine == book.engine("e")
+            workers = book.workers("e")
+            assert list(found.workers) == [w.record for w in workers]
+            assert list(found.statuses) == [w.status for w in workers]
+            assert [w.slot.tp_rank for w in found.workers] == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_a_change_renews_its_own_piece_only() -> None:
+    async def run() -> None:
+        async with running() as bench:
+            view = view_of(bench)
+            for tp in (0, 1):
+                await bench.register(tp=tp)
+            found = view.engine("n", "e")
+            assert found is not None
+            before = found.topology(without_payload=False)[0].pieces
+            changed = registration(tp=1, sequence=2)
+            changed.records[0].handshake.payload = b"changed"
+            await bench.registry.submit("r", "n", lambda book, now: book.register(changed, now))
+            again = view.engine("n", "e")
+            assert again is not None
+            after = again.topology(without_payload=False)[0].pieces
+            # Length, head, and one piece a worker.
+            assert after[2] is before[2]
+            assert after[3] != before[3]
+            assert b"changed" in after[3]
+
+    asyncio.run(run())
+
+
+def test_a_payload_left_out_is_nowhere_in_the_answer_and_still_in_the_book() -> None:
+    async def run() -> None:
+        async with running() as bench:
+            view = view_of(bench)
+            await bench.register()
+            bare = topology(view, bare=True)
+            assert b"payload" not in bare.SerializeToString()
+            assert bare.workers[0].handshake.format == "test"
+            assert topology(view).workers[0].handshake.payload == b"payload"
+
+    asyncio.run(run())
+
+
+def test_a_record_under_another_lease_shows_it_though_nothing_else_changed() -> None:
+    async def run() -> None:
+        async with running() as bench:
+            view = view_of(bench)
+            await bench.register()
+            before = topology(view)
+            other = v1.LeaseRequest(lease_key="another")
+            moved = await bench.register(sequence=2, lease=other)
+            after = topology(view)
+            assert after.statuses[0].lease_id == moved.lease.lease_id
+            assert after.statuses[0].lease_id != before.statuses[0].lease_id
+            assert after.engine.revision == before.engine.revision
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_not_there_has_no_view() -> None:
+    async def run() -> None:
+        async with running() as bench:
+            view = view_of(bench)
+            assert view.engine("n", "e") is None
+            await bench.register()
+            assert view.engine("n", "e") is not None
+            assert view.engine("other", "e") is None
+
+    asyncio.run(run())
