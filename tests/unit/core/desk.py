@@ -80,6 +80,10 @@ class Desk:
         assert again.txn == decision.txn, "deciding twice gave two answers"
         return self.commit(again)
 
+    def quick(self, name: str, request: Message) -> Any:
+        """As `call`, without the checks that cost the size of the book."""
+        return self.commit(getattr(self.book, name)(request, self.now))
+
     def commit(self, decision: Decision[Any]) -> Any:
         if decision.txn is None:
             return decision.reply(self.revision)

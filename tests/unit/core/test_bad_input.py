@@ -343,11 +343,12 @@ def test_an_engine_over_64_mib_is_refused_and_one_that_shrinks_is_not() -> None:
     half_mib = bytes(512 * 1024 - 400)
     many = {"pp_size": 1, "tp_size": 256}
     for tp in range(128):
-        desk.register(record(0, tp, payload=half_mib, **many))
+        desk.quick("register", registration(record(0, tp, payload=half_mib, **many)))
+    one_more = registration(record(0, 128, payload=half_mib, **many))
 
     with pytest.raises(LimitExceeded) as caught:
-        desk.register(record(0, 128, payload=half_mib, **many))
+        desk.quick("register", one_more)
 
     assert caught.value.metadata["bound"] == str(64 * 1024 * 1024)
-    desk.register(record(0, 0, payload=b"less", **many), sequence=2)
-    desk.register(record(0, 128, payload=half_mib, **many))
+    desk.quick("register", registration(record(0, 0, payload=b"less", **many), sequence=2))
+    desk.quick("register", one_more)
