@@ -11,8 +11,10 @@ the numbers 2 and 3 and 3 and 4, so a worker is kept in both forms.
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 
 from rankbook import v1
 from rankbook.limits import MAX_REPLY_BYTES
@@ -27,15 +29,6 @@ __all__ = ["EngineView", "View"]
 _AROUND_BYTES = 1024
 _PART_BYTES = MAX_REPLY_BYTES - _AROUND_BYTES
 _MAX_EVENTS_KEPT = 64
-
-
-@dataclass(slots=True)
-class _Piece:
-    """One worker, serialised as it stands in a Topology."""
-
-    state: SlotState
-    full: bytes
-    bare: bytes | None = None
 
 
 def _encode(state: SlotState, record_field: int, *, bare: bool) -> bytes:
@@ -64,7 +57,11 @@ class EngineView:
         self._registry = registry
         self._namespace = namespace
         self._engine_id = engine_id
-        self._pieces: dict[SlotKey, _Piece] = {}
+        # Three lists side by side, in slot order; `_bare` once someone asks for it.
+        self._order: list[SlotKey] = []
+        self._states: list[SlotState] = []
+        self._full: list[bytes] = []
+        self._bare: list[bytes] | None = None
         self._bodies: dict[bool, list[Body]] = {}
         self._events: dict[tuple[int, bool], list[bytes]] = {}
         self._workers_stale = True
@@ -91,27 +88,39 @@ class EngineView:
         """Revision of the engine's last change."""
         return self.engine.revision
 
-    def _workers(self) -> dict[SlotKey, _Piece]:
-        """Pieces of all live workers, in slot order."""
-        if self._workers_stale:
-            state = self._registry.book(self._namespace).engines[self._engine_id]
-            old, fresh = self._pieces, {}
-            for slot in state.order():
-                live = state.live[slot]
-                piece = old.get(slot)
-                if piece is None or piece.state is not live:
-                    piece = _Piece(live, _encode(live, 2, bare=False))
-                fresh[slot] = piece
-            self._pieces = fresh
-            self._workers_stale = False
-        return self._pieces
+    def _renew(self) -> None:
+        """Serialises the workers that changed. At thousands of workers a loop over
+        all of them would be most of the work, so none is written in Python where
+        no slot came or went."""
+        if not self._workers_stale:
+            return
+        engine = self._registry.book(self._namespace).engines[self._engine_id]
+        order = engine.order()
+        states = list(map(engine.live.__getitem__, order))
+        if order == self._order:
+            same = list(map(operator.is_, states, self._states))
+            index = -1
+            for _ in range(same.count(False)):
+                index = same.index(False, index + 1)
+                self._full[index] = _encode(states[index], 2, bare=False)
+                if self._bare is not None:
+                    self._bare[index] = _encode(states[index], 2, bare=True)
+        else:
+            known = {id(state): full for state, full in zip(self._states, self._full, strict=True)}
+            self._full = [known.get(id(state)) or _encode(state, 2, bare=False) for state in states]
+            self._bare = None
+            self._order = list(order)
+        self._states = states
+        self._workers_stale = False
 
-    def _bytes_of(self, piece: _Piece, bare: bool) -> bytes:
+    def _pieces(self, bare: bool) -> list[bytes]:
+        """All live workers serialised, in slot order."""
+        self._renew()
         if not bare:
-            return piece.full
-        if piece.bare is None:
-            piece.bare = _encode(piece.state, 2, bare=True)
-        return piece.bare
+            return self._full
+        if self._bare is None:
+            self._bare = [_encode(state, 2, bare=True) for state in self._states]
+        return self._bare
 
     # ---------------------------------------------------------------- topology
 
@@ -123,23 +132,23 @@ class EngineView:
             slots: Only these workers; empty means all.
         """
         if slots:
-            found = self._workers()
-            chosen = [found[slot] for slot in sorted(set(slots)) if slot in found]
-            return self._parts([self._bytes_of(piece, without_payload) for piece in chosen])
+            wanted = set(slots)
+            pieces = self._pieces(without_payload)
+            chosen = [
+                piece for slot, piece in zip(self._order, pieces, strict=True) if slot in wanted
+            ]
+            return self._parts(chosen)
         bodies = self._bodies.get(without_payload)
         if bodies is None:
-            pieces = [self._bytes_of(piece, without_payload) for piece in self._workers().values()]
-            bodies = self._bodies[without_payload] = self._parts(pieces)
+            bodies = self._bodies[without_payload] = self._parts(self._pieces(without_payload))
         return bodies
 
     def _parts(self, workers: list[bytes]) -> list[Body]:
         bodies: list[Body] = []
         head = delimited(1, self.head)
-        for run in _runs(workers, len(head)):
-            pieces = [head, *run] if not bodies else run
-            size = sum(map(len, pieces))
-            front = header(1, size)
-            bodies.append(Body([front, *pieces], len(front) + size))
+        for run, size in _runs(workers, len(head)):
+            front = header(1, size) if bodies else header(1, size + len(head)) + head
+            bodies.append(Body([front, *run], len(front) + size))
         return bodies
 
     # ------------------------------------------------------------------ events
@@ -163,11 +172,12 @@ class EngineView:
         return found
 
     def _encode_events(self, since: int, bare: bool) -> list[bytes]:
+        self._renew()
         whole = since < self.engine.start_revision
         workers = [
-            _encode(piece.state, 3, bare=bare)
-            for piece in self._workers().values()
-            if whole or piece.state.revision > since
+            _encode(state, 3, bare=bare)
+            for state in self._states
+            if whole or state.revision > since
         ]
         kind = v1.EVENT_TYPE_MODIFIED if since else v1.EVENT_TYPE_ADDED
         tail = scalar(6, 1) if since and whole else b""
@@ -180,9 +190,10 @@ class EngineView:
             )
         events = []
         head = delimited(2, self.head)
-        for run in _runs(workers, len(head) + len(tail)):
-            pieces = [scalar(1, kind), head, *run, tail]
-            events.append(header(1, sum(map(len, pieces))) + b"".join(pieces))
+        for run, size in _runs(workers, len(head) + len(tail)):
+            front = scalar(1, kind) + head
+            whole_size = len(front) + size + len(tail)
+            events.append(b"".join((header(1, whole_size), front, *run, tail)))
             # What follows adds to the first part.
             kind, tail = v1.EVENT_TYPE_MODIFIED, b""
         return events
@@ -197,21 +208,19 @@ def removed_event(head: bytes) -> bytes:
     return delimited(1, scalar(1, v1.EVENT_TYPE_REMOVED) + delimited(2, head))
 
 
-def _runs(pieces: list[bytes], first_bytes: int) -> Iterable[list[bytes]]:
-    """Cuts pieces into runs that fit a part; there is always a first run."""
-    total = first_bytes + sum(map(len, pieces))
-    if total <= _PART_BYTES:
-        yield pieces
-        return
-    run: list[bytes] = []
-    size = first_bytes
-    for piece in pieces:
-        if run and size + len(piece) > _PART_BYTES:
-            yield run
-            run, size = [], first_bytes
-        run.append(piece)
-        size += len(piece)
-    yield run
+def _runs(pieces: list[bytes], around: int) -> Iterable[tuple[list[bytes], int]]:
+    """Cuts pieces into runs that fit a part with `around` more bytes, each with
+    its size; there is always a first run."""
+    ends = list(accumulate(map(len, pieces)))
+    start, base = 0, 0
+    while True:
+        stop = max(bisect_right(ends, base + _PART_BYTES - around), start + 1)
+        run = pieces[start:stop]
+        reached = ends[min(stop, len(ends)) - 1] if run else base
+        yield run, reached - base
+        start, base = stop, reached
+        if start >= len(pieces):
+            return
 
 
 class View:

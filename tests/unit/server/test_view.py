@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rankbook import v1
+from rankbook.limits import MAX_REPLY_BYTES
 from rankbook_server.view import View
 
 from .support import Bench, registration, running
@@ -58,10 +59,10 @@ def test_a_change_renews_its_own_piece_only() -> None:
             again = view.engine("n", "e")
             assert again is not None
             after = again.topology(without_payload=False)[0].pieces
-            # Length, head, and one piece a worker.
-            assert after[2] is before[2]
-            assert after[3] != before[3]
-            assert b"changed" in after[3]
+            # The head, then one piece a worker.
+            assert after[1] is before[1]
+            assert b"changed" in after[2]
+            assert b"changed" not in before[2]
 
     asyncio.run(run())
 
@@ -103,5 +104,26 @@ def test_an_engine_that_is_not_there_has_no_view() -> None:
             await bench.register()
             assert view.engine("n", "e") is not None
             assert view.engine("other", "e") is None
+
+    asyncio.run(run())
+
+
+def test_an_answer_is_cut_where_a_part_is_full_and_loses_nothing() -> None:
+    async def run() -> None:
+        async with running() as bench:
+            view = view_of(bench)
+            for tp in range(9):
+                request = registration(tp=tp, tp_size=9)
+                request.records[0].handshake.payload = b"%d" % tp * 400_000
+                await bench.registry.submit("r", "n", lambda b, now, r=request: b.register(r, now))
+            found = view.engine("n", "e")
+            assert found is not None
+            bodies = found.topology(without_payload=False)
+            assert [body.size < MAX_REPLY_BYTES for body in bodies] == [True, True]
+            parts = [v1.GetTopologyResponse.FromString(body.join()) for body in bodies]
+            topologies = [topology for part in parts for topology in part.topologies]
+            assert [t.HasField("engine") for t in topologies] == [True, False]
+            ranks = [w.slot.tp_rank for t in topologies for w in t.workers]
+            assert ranks == list(range(9))
 
     asyncio.run(run())
