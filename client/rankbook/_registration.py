@@ -23,11 +23,12 @@ from rankbook._calls import core_message, record_message, sealed_slot
 from rankbook._change import RegistrationChange, RegistrationState, change_of
 from rankbook._channel import Settings
 from rankbook._heartbeat import TERMINATED
+from rankbook._notices import error_to_json
 from rankbook._pipe import LineReader, encode_bytes, encode_line
 from rankbook._replies import ClockOffset
 from rankbook._rpc import forked
 from rankbook._spawn import close_pipes, spawn
-from rankbook.errors import BadRequest, Cancelled, DeadlineExceeded, RankbookError
+from rankbook.errors import BadRequest, Cancelled, DeadlineExceeded, Internal, RankbookError
 from rankbook.model import CoreRecord, Registered, Sealed, SealedSlot, Slot
 
 if TYPE_CHECKING:
@@ -478,7 +479,12 @@ class Registration:
             _log.warning(
                 "the heartbeat process ended with %s; starting another", process.returncode
             )
-            self._take("state", {**self._notice, "phase": self._phase_without_process()})
+            ended = Internal(
+                f"the heartbeat process ended with {process.returncode}; another is being started",
+                metadata={"code": process.returncode},
+            )
+            phase = self._phase_without_process()
+            self._take("state", {**self._notice, "phase": phase, "error": error_to_json(ended)})
             if _clock.mono_s() - started > _RESPAWN_S[1]:
                 wait = _RESPAWN_S[0]
             with self._cond:

@@ -62,6 +62,8 @@ class TopologyView:
         self._error: RankbookError | None = None
         self._over = False
         self._subscribers: dict[int, Callback] = {}
+        # What subscribers were told, which may be ahead of the last whole snapshot.
+        self._told: dict[str, Topology] = {}
         self._next_subscriber = 0
         self._watch: SyncWatch | None = None
         self._thread: threading.Thread | None = None
@@ -163,7 +165,7 @@ class TopologyView:
         with self._cond:
             self._next_subscriber += 1
             number = self._next_subscriber
-            for topology in self.engines():
+            for topology in tuple(self._told.values()):
                 callback(WatchEvent(EventType.ADDED, topology.engine.revision, topology))
             self._subscribers[number] = callback
 
@@ -191,6 +193,12 @@ class TopologyView:
                     self._connected = step.synced
                     self._error = step.error
                     subscribers = tuple(self._subscribers.values())
+                    for event in step.events:
+                        name = event.topology.engine.engine_id
+                        if event.type is EventType.REMOVED:
+                            self._told.pop(name, None)
+                        else:
+                            self._told[name] = event.topology
                     self._cond.notify_all()
                 for event in step.events:
                     for callback in subscribers:

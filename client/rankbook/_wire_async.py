@@ -8,9 +8,10 @@ grpc.aio ends a whole stream when a task is cancelled in one of its writes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rankbook import _clock, _rpc, v1
@@ -360,15 +361,15 @@ class AsyncWire:
         self, request: v1.WatchRequest, from_revision: int, book_id: str
     ) -> AsyncIterator[WatchEvent]:
         """Events for ever; see `AsyncClient.watch`."""
-        async for step in self.watch_steps(
-            request, WatchFold(from_revision, book_id), patient=False
-        ):
-            for event in step.events:
-                yield event
+        steps = self.watch_steps(request, WatchFold(from_revision, book_id), patient=False)
+        async with contextlib.aclosing(steps):
+            async for step in steps:
+                for event in step.events:
+                    yield event
 
     async def watch_steps(
         self, request: v1.WatchRequest, fold: WatchFold, *, patient: bool
-    ) -> AsyncIterator[Step]:
+    ) -> AsyncGenerator[Step, None]:
         """Every message folded, for ever; breaks are steps too.
 
         Args:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import queue
 import socket
+import threading
 import time
 
 import pytest
@@ -168,3 +171,77 @@ def test_a_call_survives_a_quick_restart_of_the_registry(rankbookd, tmp_path):
         server.kill()
         server.start_again(same_port=True)
         assert client.status().boot_id != boot_id
+
+
+def test_calls_under_load_end_well_or_with_a_typed_error_whenever_the_registry_is_killed(
+    rankbookd, tmp_path
+):
+    server = rankbookd(store=f"sqlite:{tmp_path}/book.db")
+    over = threading.Event()
+    answered: queue.Queue = queue.Queue()
+    others: queue.Queue = queue.Queue()
+    times: queue.Queue = queue.Queue()
+
+    def ask(client: rankbook.Client) -> None:
+        while not over.is_set():
+            before = time.monotonic()
+            try:
+                client.renew_leases(["l"], timeout_s=1)
+                answered.put(None)
+            except (rankbook.Unavailable, rankbook.DeadlineExceeded):
+                pass
+            except BaseException as error:
+                others.put(error)
+                raise
+            finally:
+                times.put(time.monotonic() - before)
+
+    with rankbook.Client(server.grpc) as client:
+        threads = [threading.Thread(target=ask, args=(client,)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for _ in range(3):
+            for _ in range(60):
+                answered.get(timeout=10)
+            server.kill()
+            server.start_again(same_port=True)
+        for _ in range(60):
+            answered.get(timeout=10)
+        over.set()
+        for thread in threads:
+            thread.join(3)
+        assert not any(thread.is_alive() for thread in threads)
+    assert others.empty()
+    assert max(times.get() for _ in range(times.qsize())) < 1 + SLACK_S
+
+
+def test_asyncio_calls_under_load_end_well_or_with_a_typed_error(rankbookd, tmp_path):
+    server = rankbookd(store=f"sqlite:{tmp_path}/book.db")
+
+    async def run() -> None:
+        over = asyncio.Event()
+        answered: asyncio.Queue = asyncio.Queue()
+
+        async def ask(client: rankbook.AsyncClient) -> None:
+            while not over.is_set():
+                with contextlib.suppress(rankbook.Unavailable, rankbook.DeadlineExceeded):
+                    await client.renew_leases(["l"], timeout_s=1)
+                    answered.put_nowait(None)
+
+        async with (
+            rankbook.AsyncClient(server.grpc) as client,
+            asyncio.timeout(40),
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(6):
+                group.create_task(ask(client))
+            for _ in range(3):
+                for _ in range(60):
+                    await answered.get()
+                await asyncio.to_thread(server.kill)
+                await asyncio.to_thread(server.start_again, same_port=True)
+            for _ in range(60):
+                await answered.get()
+            over.set()
+
+    asyncio.run(run())
