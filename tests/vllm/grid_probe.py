@@ -1,6 +1,6 @@
 """Runs the collectives of a worker on every rank of a grid, with vLLM's own groups.
 
-    python grid_probe.py PP PCP TP
+    python grid_probe.py PP PCP TP PORT
 
 Prints one JSON line: what each rank got. Ranks are forked after vLLM is loaded.
 """

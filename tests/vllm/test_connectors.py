@@ -265,3 +265,15 @@ def test_only_a_connector_that_can_sleep_has_the_methods_for_it(scheduler):
 def test_a_carrier_survives_the_way_to_the_engine_core():
     sent = _vllm.Carrier(NixlHandshakePayload("c0ffee", b"agent"), (Note(Slot(), 0, Start("g")),))
     assert pickle.loads(pickle.dumps(sent)) == sent
+
+
+def test_metadata_that_cannot_be_encoded_is_its_workers_problem_and_no_crash_of_the_core(scheduler):
+    odd = NixlHandshakePayload("c0ffee", object())
+    failed = Note(Slot(1), 1, Start("01JD"), problem="Encoding objects of type object")
+    payload = NixlHandshakePayload("c0ffee", b"agent")
+    first = note(0, _vllm.handshake_of(payload).payload)
+    connector = scheduler()
+    connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): _vllm.Carrier(payload, (first,)), (1, 0): _vllm.Carrier(odd, (failed,))}
+    )
+    assert connector.calls == [("set", {(0, 0): payload, (1, 0): odd})]

@@ -10,6 +10,7 @@ Read against vLLM 0.32; vLLM calls this interface experimental.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -41,11 +42,13 @@ __all__ = [
     "agree_on_start",
     "carrier",
     "connector_class",
+    "dp_rank",
     "engine_layout",
     "gather_over_pcp",
     "handshake_of",
     "is_worker",
     "passes_guard",
+    "served",
     "side_channel",
     "slot",
     "unpack",
@@ -271,6 +274,18 @@ def handshake_of(metadata: KVConnectorHandshakeMetadata | None) -> Handshake:
 
         return Handshake("vllm.nixl", getattr(nixl, "NIXL_CONNECTOR_VERSION", 0), payload)
     return Handshake(f"vllm.{type(metadata).__name__}", 0, payload)
+
+
+def served(metadata: Mapping[tuple[int, int], Any]) -> dict[tuple[int, int], bytes]:
+    """What the connector serves its peers, by key; without what cannot be encoded.
+
+    Its worker could not encode that either, and said so in its note.
+    """
+    found = {}
+    for key, value in metadata.items():
+        with contextlib.suppress(TypeError):
+            found[key] = handshake_of(value).payload
+    return found
 
 
 def _extra_kind(vllm_config: Any) -> LayerKind:

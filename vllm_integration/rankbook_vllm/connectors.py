@@ -140,8 +140,8 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
         sealer = self._rankbook_sealer
         whole = None
         if sealer is not None and (notes or not metadata):
-            served = {key: _vllm.handshake_of(value).payload for key, value in inner.items()}
-            whole = check_grid(notes, _vllm.engine_layout(self._rankbook_args[0]), served)
+            layout = _vllm.engine_layout(self._rankbook_args[0])
+            whole = check_grid(notes, layout, _vllm.served(inner))
         self._rankbook_hand_on(inner)
         if sealer is None:
             return
