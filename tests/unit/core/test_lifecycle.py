@@ -215,6 +215,8 @@ def test_the_engine_that_takes_a_dead_ones_place_in_the_group_is_its_successor()
         engine_id="new_dp0", epoch=1, generation="g9"
     )
     assert desk.engine("old_dp0").revision == desk.revision
+    desk.register(record(0, 0, engine_id="newer_dp0", generation="g9"))
+    assert desk.engine("old_dp0").successor.engine_id == "new_dp0"
 
 
 def test_an_engine_that_dies_beside_its_replacement_names_it() -> None:
