@@ -33,7 +33,7 @@ print(registration.heartbeat_pid, flush=True)
 """
 
 
-def until(changes: queue.Queue, wanted, timeout_s: float = 10.0):
+def until(changes: queue.Queue, wanted, timeout_s: float = 20.0):
     """The first change that is as wanted."""
     while True:
         change = changes.get(timeout=timeout_s)
@@ -260,12 +260,12 @@ def test_a_lost_book_gets_records_and_seal_back_by_itself(rankbookd, registratio
         engine_id=engine_id,
         generation="g1",
     )
-    first = core.wait_sealed(5)
+    first = core.wait_sealed(10)
     book_id = worker.current.book_id
     server.kill()
     server.start_again(same_port=True)
     with rankbook.Client(server.grpc) as client:
-        topology = client.get_topology(engine_id, wait_s=5)
+        topology = client.get_topology(engine_id, wait_s=10)
         assert client.status().book_id != book_id
     assert topology.engine.state is rankbook.State.READY
     assert topology.engine.seal.digest == first.seal.digest
@@ -364,10 +364,11 @@ def test_a_seal_waits_for_the_slot_that_is_missing(shared_rankbookd, registratio
     core = registration(endpoints=shared_rankbookd.grpc)
     core.start()
     core.seal(slots, made.core("core"), engine_id=engine_id, generation="g1")
+    made.eventually(lambda: core.current.seal_error is not None, 10, "the seal was refused")
     with pytest.raises(rankbook.Incomplete):
-        core.wait_sealed(0.5)
+        core.wait_sealed(0)
     registration([records[1]], endpoints=shared_rankbookd.grpc).start()
-    assert core.wait_sealed(3).seal.number == 1
+    assert core.wait_sealed(10).seal.number == 1
     assert core.current.seal_error is None
 
 
@@ -492,3 +493,30 @@ def test_a_batch_of_records_of_one_process_hangs_on_one_lease(
     assert registered.record_digests == tuple(s.record_digest for s in topology.statuses)
     one.stop()
     made.eventually(is_out(view, engine_id), 1, "all are out")
+
+
+def test_without_a_pidfd_a_heartbeat_process_still_ends_within_a_second(program, made):
+    text = (
+        "import os, signal, subprocess, sys\n"
+        "heartbeat = (\n"
+        "    'import rankbook._heartbeat as h;'\n"
+        "    'h._watch_parent = lambda pid: None; h.main()'\n"
+        ")\n"
+        "process = subprocess.Popen(\n"
+        "    [sys.executable, '-c', heartbeat, str(os.getpid())],\n"
+        "    stdin=subprocess.PIPE, stdout=subprocess.PIPE,\n"
+        ")\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.pause()\n"
+        "print(process.pid, child, flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    parent = program(text)
+    heartbeat, child = (int(pid) for pid in parent.line().split())
+    try:
+        made.eventually(lambda: made.is_running(heartbeat), 1, "it runs")
+        parent.kill()
+        made.eventually(lambda: not made.is_running(heartbeat), 1.0, "it exits")
+    finally:
+        os.kill(child, signal.SIGKILL)
