@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from rankbook import _calls, _channel
+from rankbook import _channel, _scripts
 from rankbook._retry import RetryPolicy
 from rankbook._wire_async import AsyncWire
 from rankbook.model import (
@@ -118,7 +118,7 @@ class AsyncClient:
     ) -> int:
         """Reserves the epoch of a start; the same token gives the same epoch."""
         return await self._run(
-            _calls.begin_generation(self.namespace, engine_id, generation), timeout_s
+            _scripts.begin_generation(self.namespace, engine_id, generation), timeout_s
         )
 
     async def register_workers(
@@ -144,7 +144,7 @@ class AsyncClient:
             Conflict: Another live holder has a slot.
         """
         return await self._run(
-            _calls.register_workers(
+            _scripts.register_workers(
                 self.namespace,
                 records,
                 sequence=sequence,
@@ -165,7 +165,7 @@ class AsyncClient:
     ) -> RenewReply:
         """Renews leases; a dead or fenced one is a status of the reply, no error."""
         return await self._run(
-            _calls.renew_leases(self.namespace, lease_ids, ttl_s=ttl_s), timeout_s
+            _scripts.renew_leases(self.namespace, lease_ids, ttl_s=ttl_s), timeout_s
         )
 
     async def update_worker(
@@ -179,7 +179,7 @@ class AsyncClient:
     ) -> Updated:
         """Changes a record as a whole, or takes only its payload out."""
         return await self._run(
-            _calls.update_worker(
+            _scripts.update_worker(
                 self.namespace,
                 record,
                 sequence=sequence,
@@ -202,7 +202,7 @@ class AsyncClient:
     ) -> int:
         """Takes a process's records out (all, or those of `slots`); returns how many there were."""
         return await self._run(
-            _calls.deregister(
+            _scripts.deregister(
                 self.namespace,
                 engine_id,
                 generation,
@@ -216,7 +216,7 @@ class AsyncClient:
 
     async def revoke_lease(self, lease_id: str, *, timeout_s: float | None = None) -> int:
         """Ends a lease with every record under it; returns how many there were."""
-        return await self._run(_calls.revoke_lease(self.namespace, lease_id), timeout_s)
+        return await self._run(_scripts.revoke_lease(self.namespace, lease_id), timeout_s)
 
     async def seal_engine(
         self,
@@ -239,7 +239,7 @@ class AsyncClient:
             Incomplete: Slots are missing.
         """
         return await self._run(
-            _calls.seal_engine(
+            _scripts.seal_engine(
                 self.namespace,
                 engine_id,
                 generation,
@@ -258,7 +258,7 @@ class AsyncClient:
         self, boot_id: str, peers: Sequence[PeerConnection], *, timeout_s: float | None = None
     ) -> tuple[StalePeer, ...]:
         """Tells which engines this process is connected to; returns those that are not current."""
-        return await self._run(_calls.report_peers(self.namespace, boot_id, peers), timeout_s)
+        return await self._run(_scripts.report_peers(self.namespace, boot_id, peers), timeout_s)
 
     async def drain_engine(
         self,
@@ -273,7 +273,7 @@ class AsyncClient:
     ) -> Drained:
         """Sets or clears the drain flag; with `wait_s` waits for transfers to end."""
         return await self._run(
-            _calls.drain_engine(
+            _scripts.drain_engine(
                 self.namespace,
                 engine_id,
                 undo=undo,
@@ -296,7 +296,7 @@ class AsyncClient:
     ) -> Evicted:
         """Takes an engine out and fences its start; `epoch` 0 means the current one."""
         return await self._run(
-            _calls.evict_engine(
+            _scripts.evict_engine(
                 self.namespace, engine_id, epoch=epoch, reason=reason, requested_by=requested_by
             ),
             timeout_s,
@@ -336,7 +336,7 @@ class AsyncClient:
             Gone: It, or the start asked for, is dead.
         """
         return await self._run(
-            _calls.get_topology(
+            _scripts.get_topology(
                 self.namespace,
                 engine_id,
                 require=require,
@@ -367,7 +367,7 @@ class AsyncClient:
     ) -> tuple[Topology, ...] | None:
         """Every engine of a group that is not GONE, as `get_topology`; None: not modified."""
         return await self._run(
-            _calls.get_group(
+            _scripts.get_group(
                 self.namespace,
                 group,
                 require=require,
@@ -391,7 +391,7 @@ class AsyncClient:
     ) -> EngineList:
         """Engines without their workers, by engine_id; all pages."""
         return await self._run(
-            _calls.list_engines(self.namespace, filter, min_revision=min_revision), timeout_s
+            _scripts.list_engines(self.namespace, filter, min_revision=min_revision), timeout_s
         )
 
     def watch(
@@ -415,7 +415,7 @@ class AsyncClient:
             book_id: The book that revision is of.
             without_payload: Leaves the payloads out.
         """
-        request = _calls.watch_request(self.namespace, filter, without_payload=without_payload)
+        request = _scripts.watch_request(self.namespace, filter, without_payload=without_payload)
         return self._wire.watch(request, from_revision, book_id)
 
     async def plan_transfer(
@@ -435,7 +435,7 @@ class AsyncClient:
             TransferError: No plan exists; `metadata` has both values.
         """
         return await self._run(
-            _calls.plan_transfer(
+            _scripts.plan_transfer(
                 self.namespace,
                 producer_engine_id,
                 consumer_engine_id=consumer_engine_id,
@@ -450,9 +450,10 @@ class AsyncClient:
     ) -> v1.Comparison:
         """Whether two engines may pair, with every rule that is broken."""
         return await self._run(
-            _calls.compare_peers(self.namespace, producer_engine_id, consumer_engine_id), timeout_s
+            _scripts.compare_peers(self.namespace, producer_engine_id, consumer_engine_id),
+            timeout_s,
         )
 
     async def status(self, *, timeout_s: float | None = None) -> Status:
         """How the registry does."""
-        return await self._run(_calls.status(self.namespace), timeout_s)
+        return await self._run(_scripts.status(self.namespace), timeout_s)

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankbook import v1
-from rankbook._calls import batches
 from rankbook._replies import ClockOffset, RenewReply, Updated
 from rankbook._retry import RetryPolicy, backoff_s
+from rankbook._scripts import batches
 from rankbook.errors import BadRequest, Fenced, RankbookError, Reason, Refused, Retry
 from rankbook.model import Lease, LeaseState, Registered, Sealed, Slot
 

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rankbook import _clock, _ids, limits, v1
-from rankbook._calls import core_message, record_message, sealed_slot
 from rankbook._change import RegistrationChange, RegistrationState, change_of
 from rankbook._channel import Settings
 from rankbook._heartbeat import TERMINATED
@@ -27,6 +26,7 @@ from rankbook._notices import error_to_json
 from rankbook._pipe import LineReader, encode_bytes, encode_line
 from rankbook._replies import ClockOffset
 from rankbook._rpc import forked
+from rankbook._scripts import core_message, record_message, sealed_slot
 from rankbook._spawn import close_pipes, spawn
 from rankbook.errors import BadRequest, Cancelled, DeadlineExceeded, Internal, RankbookError
 from rankbook.model import CoreRecord, Registered, Sealed, SealedSlot, Slot

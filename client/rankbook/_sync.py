@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from rankbook import _calls, _channel
+from rankbook import _channel, _scripts
 from rankbook._retry import RetryPolicy
 from rankbook._wire_sync import SyncWire
 from rankbook.model import (
@@ -117,7 +117,9 @@ class Client:
         self, engine_id: str, generation: str, *, timeout_s: float | None = None
     ) -> int:
         """Reserves the epoch of a start; the same token gives the same epoch."""
-        return self._run(_calls.begin_generation(self.namespace, engine_id, generation), timeout_s)
+        return self._run(
+            _scripts.begin_generation(self.namespace, engine_id, generation), timeout_s
+        )
 
     def register_workers(
         self,
@@ -142,7 +144,7 @@ class Client:
             Conflict: Another live holder has a slot.
         """
         return self._run(
-            _calls.register_workers(
+            _scripts.register_workers(
                 self.namespace,
                 records,
                 sequence=sequence,
@@ -162,7 +164,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> RenewReply:
         """Renews leases; a dead or fenced one is a status of the reply, no error."""
-        return self._run(_calls.renew_leases(self.namespace, lease_ids, ttl_s=ttl_s), timeout_s)
+        return self._run(_scripts.renew_leases(self.namespace, lease_ids, ttl_s=ttl_s), timeout_s)
 
     def update_worker(
         self,
@@ -175,7 +177,7 @@ class Client:
     ) -> Updated:
         """Changes a record as a whole, or takes only its payload out."""
         return self._run(
-            _calls.update_worker(
+            _scripts.update_worker(
                 self.namespace,
                 record,
                 sequence=sequence,
@@ -198,7 +200,7 @@ class Client:
     ) -> int:
         """Takes a process's records out (all, or those of `slots`); returns how many there were."""
         return self._run(
-            _calls.deregister(
+            _scripts.deregister(
                 self.namespace,
                 engine_id,
                 generation,
@@ -212,7 +214,7 @@ class Client:
 
     def revoke_lease(self, lease_id: str, *, timeout_s: float | None = None) -> int:
         """Ends a lease with every record under it; returns how many there were."""
-        return self._run(_calls.revoke_lease(self.namespace, lease_id), timeout_s)
+        return self._run(_scripts.revoke_lease(self.namespace, lease_id), timeout_s)
 
     def seal_engine(
         self,
@@ -235,7 +237,7 @@ class Client:
             Incomplete: Slots are missing.
         """
         return self._run(
-            _calls.seal_engine(
+            _scripts.seal_engine(
                 self.namespace,
                 engine_id,
                 generation,
@@ -254,7 +256,7 @@ class Client:
         self, boot_id: str, peers: Sequence[PeerConnection], *, timeout_s: float | None = None
     ) -> tuple[StalePeer, ...]:
         """Tells which engines this process is connected to; returns those that are not current."""
-        return self._run(_calls.report_peers(self.namespace, boot_id, peers), timeout_s)
+        return self._run(_scripts.report_peers(self.namespace, boot_id, peers), timeout_s)
 
     def drain_engine(
         self,
@@ -269,7 +271,7 @@ class Client:
     ) -> Drained:
         """Sets or clears the drain flag; with `wait_s` waits for transfers to end."""
         return self._run(
-            _calls.drain_engine(
+            _scripts.drain_engine(
                 self.namespace,
                 engine_id,
                 undo=undo,
@@ -292,7 +294,7 @@ class Client:
     ) -> Evicted:
         """Takes an engine out and fences its start; `epoch` 0 means the current one."""
         return self._run(
-            _calls.evict_engine(
+            _scripts.evict_engine(
                 self.namespace, engine_id, epoch=epoch, reason=reason, requested_by=requested_by
             ),
             timeout_s,
@@ -332,7 +334,7 @@ class Client:
             Gone: It, or the start asked for, is dead.
         """
         return self._run(
-            _calls.get_topology(
+            _scripts.get_topology(
                 self.namespace,
                 engine_id,
                 require=require,
@@ -363,7 +365,7 @@ class Client:
     ) -> tuple[Topology, ...] | None:
         """Every engine of a group that is not GONE, as `get_topology`; None: not modified."""
         return self._run(
-            _calls.get_group(
+            _scripts.get_group(
                 self.namespace,
                 group,
                 require=require,
@@ -387,7 +389,7 @@ class Client:
     ) -> EngineList:
         """Engines without their workers, by engine_id; all pages."""
         return self._run(
-            _calls.list_engines(self.namespace, filter, min_revision=min_revision), timeout_s
+            _scripts.list_engines(self.namespace, filter, min_revision=min_revision), timeout_s
         )
 
     def watch(
@@ -411,7 +413,7 @@ class Client:
             book_id: The book that revision is of.
             without_payload: Leaves the payloads out.
         """
-        request = _calls.watch_request(self.namespace, filter, without_payload=without_payload)
+        request = _scripts.watch_request(self.namespace, filter, without_payload=without_payload)
         return self._wire.watch(request, from_revision, book_id)
 
     def plan_transfer(
@@ -431,7 +433,7 @@ class Client:
             TransferError: No plan exists; `metadata` has both values.
         """
         return self._run(
-            _calls.plan_transfer(
+            _scripts.plan_transfer(
                 self.namespace,
                 producer_engine_id,
                 consumer_engine_id=consumer_engine_id,
@@ -446,9 +448,10 @@ class Client:
     ) -> v1.Comparison:
         """Whether two engines may pair, with every rule that is broken."""
         return self._run(
-            _calls.compare_peers(self.namespace, producer_engine_id, consumer_engine_id), timeout_s
+            _scripts.compare_peers(self.namespace, producer_engine_id, consumer_engine_id),
+            timeout_s,
         )
 
     def status(self, *, timeout_s: float | None = None) -> Status:
         """How the registry does."""
-        return self._run(_calls.status(self.namespace), timeout_s)
+        return self._run(_scripts.status(self.namespace), timeout_s)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self
 
-from rankbook import _calls, _clock
+from rankbook import _clock, _scripts
 from rankbook._cache import WatchFold
 from rankbook.errors import BadRequest, DeadlineExceeded, RankbookError
 from rankbook.model import EngineFilter, EventType, Topology, WatchEvent
@@ -49,7 +49,7 @@ class TopologyView:
             without_payload: Leaves the payloads out.
         """
         self._client = client
-        self._request = _calls.watch_request(
+        self._request = _scripts.watch_request(
             client.namespace, filter, without_payload=without_payload
         )
         # Replaced as a whole and never changed: readers need no lock.

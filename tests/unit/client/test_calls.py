@@ -1,4 +1,4 @@
-"""Claims about `rankbook._calls`: requests, answers, and what is cut into several."""
+"""Claims about `rankbook._calls` and `rankbook._scripts`: what is sent, and what is made of it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from hypothesis import strategies as st
 
 import rankbook
 from rankbook import limits, v1
-from rankbook._calls import (
-    Answer,
-    Call,
+from rankbook._calls import Answer, Call, shortened
+from rankbook._rpc import advance
+from rankbook._scripts import (
     batches,
     clock_offset,
     get_topology,
     join_topologies,
     list_engines,
     register_workers,
-    shortened,
 )
-from rankbook._rpc import advance
 from rankbook.convert import duration, to_message
 
 
