@@ -23,27 +23,23 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
 
-from rankbook.errors import Overloaded, RankbookError, Reason, Unavailable
+from rankbook.errors import Overloaded, Reason, Unavailable
+from rankbook_server.books import Books
 from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
-from rankbook_server.core.decision import Decision, Instant, Note
+from rankbook_server.core.decision import Instant
 from rankbook_server.core.fold import BookLimits
-from rankbook_server.core.ops import Put, Txn
+from rankbook_server.group import Command, Decide, Group, Step
+from rankbook_server.liveness import LivenessNews
 from rankbook_server.store.base import Store
 
 __all__ = ["Listener", "Registry", "RegistryLimits"]
 
 R = TypeVar("R")
-Decide = Callable[[Book, Instant], "Decision[R]"]
-Step = Callable[[Book, Instant], "Decision[None] | None"]
-
-_MAX_BATCH_COMMANDS = 512
-_MAX_BATCH_TXNS = 1024
-_STEPS_A_TURN = 64
 _RETRY_S = (0.25, 0.5, 1.0, 2.0)
 
 
@@ -72,42 +68,6 @@ class RegistryLimits:
     """How often what may be forgotten is looked for."""
 
 
-@dataclass(slots=True)
-class _Command:
-    namespace: str
-    decide: Decide[Any] | None
-    step: Step | None
-    future: asyncio.Future[Any]
-    name: str
-    notify: Callable[[], None] | None = None
-
-    def resolve(self, value: Any) -> None:
-        """Gives the reply."""
-        if not self.future.done():
-            self.future.set_result(value)
-            if self.notify is not None:
-                self.notify()
-
-    def fail(self, error: BaseException) -> None:
-        """Gives the error."""
-        if not self.future.done():
-            self.future.set_exception(error)
-            # Whoever asked may have left; then nobody need hear of it.
-            self.future.exception()
-            if self.notify is not None:
-                self.notify()
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What a decided command will be told once the batch is kept."""
-
-    command: _Command
-    decision: Decision[Any] | None
-    error: BaseException | None
-    revision: int
-
-
 class Registry:
     """Books by namespace over one store. For one event loop."""
 
@@ -132,8 +92,8 @@ class Registry:
         self._contain = contain
         self._log = structlog.get_logger("rankbook.registry")
         self._audit = structlog.get_logger("rankbook.audit")
-        self._books: dict[str, Book] = {}
-        self._queue: deque[_Command] = deque()
+        self._books = Books(clock, limits.book, limits.max_namespaces)
+        self._queue: deque[Command] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._in_flight: asyncio.Future[None] | None = None
         self._unsettled: set[str] = set()
@@ -143,8 +103,7 @@ class Registry:
         self._next_sweep_s = 0.0
         self._retries = 0
         self._recovering = False
-        self._touch: dict[str, float] = {}
-        self._drop: set[str] = set()
+        self._news = LivenessNews()
         self._closing = False
         self.revision = 0
         """Revision of the last commit."""
@@ -217,16 +176,16 @@ class Registry:
 
     def book(self, namespace: str) -> Book:
         """The namespace's book, an empty one where nothing was written. Read only."""
-        return self._books.get(namespace) or self._new_book(namespace)
+        return self._books.get(namespace)
 
     def namespaces(self) -> list[str]:
         """Namespaces with anything in them."""
-        return sorted(self._books)
+        return [book.namespace for book in self._books.all()]
 
     @property
     def leases_alive(self) -> int:
         """Leases of all namespaces."""
-        return sum(book.leases_alive for book in self._books.values())
+        return sum(book.leases_alive for book in self._books.all())
 
     @property
     def is_busy(self) -> bool:
@@ -267,7 +226,7 @@ class Registry:
                 spares a turn of the loop against a callback of the future.
         """
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        command = _Command(namespace, decide, None, future, name, notify)
+        command = Command(name, namespace, future, decide=decide, notify=notify)
         if self._closing:
             command.fail(self._shutting_down())
         elif not self.available:
@@ -287,7 +246,7 @@ class Registry:
 
     def note_renewed(self, leases: Mapping[str, float]) -> None:
         """Tells the store, with the next tick, how long these leases live now."""
-        self._touch.update(leases)
+        self._news.renewed(leases)
 
     def now(self) -> Instant:
         """The instant to decide with; a stall is made good first."""
@@ -298,13 +257,13 @@ class Registry:
                 "this process did not run for a while; every lease gets a full time to live",
                 late_s=round(late_s, 3),
             )
-            self._grant_grace(now)
+            self._books.grant_grace(now)
             self._last_tick_s = now.mono_s
         return now
 
     # ------------------------------------------------------------- the writer
 
-    def _enqueue(self, command: _Command) -> None:
+    def _enqueue(self, command: Command) -> None:
         self._queue.append(command)
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
@@ -315,102 +274,33 @@ class Registry:
             if not self._queue:
                 self._wake = loop.create_future()
                 await self._wake
-            await self._run_batch()
+            await self._run_group()
 
-    async def _run_batch(self) -> None:
-        now = self.now()
-        revision = self.revision
-        txns: list[Txn] = []
-        outcomes: list[_Outcome] = []
-        notes: list[tuple[str, Note]] = []
-        namespaces: set[str] = set()
-        taken = 0
-        while self._queue and taken < _MAX_BATCH_COMMANDS and len(txns) < _MAX_BATCH_TXNS:
-            command = self._queue.popleft()
-            taken += 1
-            if command.future.done():
-                continue
-            if not self.available:
-                command.fail(self._store_away())
-                continue
-            book = self._books.get(command.namespace) or self._new_book(command.namespace)
-            steps = 0
-            decision: Decision[Any] | None
-            while True:
-                try:
-                    with self._contain(command.name):
-                        if command.step is not None:
-                            decision = command.step(book, now)
-                        else:
-                            assert command.decide is not None
-                            decision = command.decide(book, now)
-                        if decision is not None and decision.txn is not None:
-                            self._admit(book)
-                except RankbookError as error:
-                    outcomes.append(_Outcome(command, None, error, revision))
-                    break
-                if decision is not None and decision.txn is not None:
-                    revision += 1
-                    txns.append(decision.txn)
-                    self._fold(book, decision.txn, revision)
-                    namespaces.add(command.namespace)
-                    notes.extend((command.namespace, note) for note in decision.notes)
-                if command.step is None:
-                    outcomes.append(_Outcome(command, decision, None, revision))
-                    break
-                steps += 1
-                if decision is None:
-                    outcomes.append(_Outcome(command, None, None, revision))
-                    break
-                if steps == _STEPS_A_TURN:
-                    # The rest takes its turn behind the calls that wait.
-                    self._queue.append(command)
-                    break
-        if txns and not await self._commit(txns, revision, namespaces, outcomes):
+    async def _run_group(self) -> None:
+        if not self.available:
+            while self._queue:
+                self._queue.popleft().fail(self._store_away())
             return
-        for namespace, note in notes:
+        group = Group(self._books, self.now(), self.revision, self._contain, self._news.folded)
+        group.take(self._queue)
+        if group.txns and not await self._commit(group):
+            return
+        for namespace, note in group.notes:
             self._audit.info(note.event, namespace=namespace, **note.fields)
-        self._publish(namespaces, revision - len(txns) + 1)
-        for outcome in outcomes:
-            self._resolve(outcome)
+        for namespace in group.namespaces:
+            touched = self._books.get(namespace).take_touched()
+            self._publish(namespace, touched, group.first_revision)
+        group.resolve()
 
-    def _fold(self, book: Book, txn: Txn, revision: int) -> None:
-        for op in txn.ops:
-            book.apply(op, revision)
-            if "/l/" in op.key:
-                lease_id = op.key.rpartition("/")[2]
-                if isinstance(op, Put):
-                    self._drop.discard(lease_id)
-                    self._touch[lease_id] = book.leases[lease_id].ttl_s
-                else:
-                    self._touch.pop(lease_id, None)
-                    self._drop.add(lease_id)
-
-    def _admit(self, book: Book) -> None:
-        """Lets a namespace in with its first write."""
-        if book.namespace in self._books:
-            return
-        bound = self._limits.max_namespaces
-        if len(self._books) >= bound:
-            raise Overloaded(
-                f"namespace {book.namespace} would be one more than the {bound} this server "
-                "holds: use an existing one, or raise --max-namespaces",
-                reason=Reason.TOO_MANY_ENGINES,
-                metadata={"limit": "namespaces", "bound": bound, "namespace": book.namespace},
-            )
-        self._books[book.namespace] = book
-
-    async def _commit(
-        self, txns: list[Txn], revision: int, namespaces: set[str], outcomes: list[_Outcome]
-    ) -> bool:
-        expected = list(range(revision - len(txns) + 1, revision + 1))
+    async def _commit(self, group: Group) -> bool:
+        expected = list(range(group.first_revision, group.revision + 1))
         self._in_flight = asyncio.get_running_loop().create_future()
-        self._unsettled |= namespaces
+        self._unsettled |= group.namespaces
         try:
-            revisions = await self._store.commit(txns)
+            revisions = await self._store.commit(group.txns)
             if revisions == expected:
-                self.revision = revision
-                self._unsettled -= namespaces
+                self.revision = group.revision
+                self._unsettled -= group.namespaces
                 return True
             failure = Unavailable(
                 "another server writes into this book: the book is read anew, try again",
@@ -425,56 +315,24 @@ class Registry:
         self._log.error("a commit failed", error=failure.message)
         self._set_available(False)
         self._recovering = True
-        for outcome in outcomes:
-            outcome.command.fail(failure)
+        group.fail(failure)
         await self._recover()
         return False
 
-    @staticmethod
-    def _resolve(outcome: _Outcome) -> None:
-        if outcome.error is not None:
-            outcome.command.fail(outcome.error)
-        else:
-            decision = outcome.decision
-            outcome.command.resolve(decision.reply(outcome.revision) if decision else None)
-
-    def _publish(self, namespaces: Iterable[str], since: int) -> None:
-        for namespace in namespaces:
-            touched = self._books[namespace].take_touched()
-            for listener in self._listeners:
-                listener.changed(namespace, touched, since)
+    def _publish(self, namespace: str, engine_ids: Iterable[str], since: int) -> None:
+        for listener in self._listeners:
+            listener.changed(namespace, engine_ids, since)
 
     # ------------------------------------------------------------ load, undo
 
-    def _new_book(self, namespace: str) -> Book:
-        book = Book(namespace, new_id=self._clock.new_id, limits=self._limits.book)
-        book.clock_s = self._clock.mono()
-        return book
-
     async def _load(self) -> None:
         snapshot = await self._store.snapshot()
-        books: dict[str, Book] = {}
-        for entry in snapshot.entries:
-            namespace = entry.key.partition("/")[0]
-            book = books.get(namespace)
-            if book is None:
-                book = books[namespace] = self._new_book(namespace)
-            book.apply(Put(entry.key, entry.value), entry.revision)
-        before, since = self._books, self.revision + 1
-        self._books = books
+        since = self.revision + 1
+        engines = self._books.load(snapshot)
         self.revision = max(self.revision, snapshot.revision)
-        now = self._clock.now()
-        for book in books.values():
-            book.link_leases()
-        self._grant_grace(now)
         self._unsettled.clear()
-        for namespace in {*before, *books}:
-            book = books.get(namespace) or self._new_book(namespace)
-            book.take_touched()
-            engine_ids = {*before[namespace].engines} if namespace in before else set()
-            engine_ids |= {*book.engines}
-            for listener in self._listeners:
-                listener.changed(namespace, engine_ids, since)
+        for namespace, engine_ids in engines.items():
+            self._publish(namespace, engine_ids, since)
 
     async def _recover(self) -> None:
         """Reads the book anew after a failed commit; the timer tries again."""
@@ -495,10 +353,6 @@ class Registry:
             self.available = available
             self.on_available(available)
 
-    def _grant_grace(self, now: Instant) -> None:
-        for book in self._books.values():
-            book.grant_grace(now)
-
     # --------------------------------------------------------------- the timer
 
     async def _tick_loop(self) -> None:
@@ -514,44 +368,24 @@ class Registry:
                     await self._recover()
                 continue
             self._housekeep(now)
-            await self._tell_liveness()
+            await self._news.tell(self._store)
 
     def _housekeep(self, now: Instant) -> None:
-        loop = asyncio.get_running_loop()
         queued = {(c.namespace, c.name) for c in self._queue if c.step is not None}
-        sweep = now.mono_s >= self._next_sweep_s
-        if sweep:
+        sweeps = now.mono_s >= self._next_sweep_s
+        if sweeps:
             self._next_sweep_s = now.mono_s + self._limits.sweep_s
-        for namespace, book in self._books.items():
+        for book in self._books.all():
             deadline = book.next_deadline()
+            due: list[tuple[str, Step]] = []
             if deadline is not None and deadline <= now.mono_s:
-                self._enqueue_step(loop, namespace, "expire", Book.expire, queued)
-            if sweep:
-                self._enqueue_step(loop, namespace, "sweep", Book.sweep, queued)
-
-    def _enqueue_step(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        namespace: str,
-        name: str,
-        step: Step,
-        queued: set[tuple[str, str]],
-    ) -> None:
-        if (namespace, name) not in queued:
-            self._enqueue(_Command(namespace, None, step, loop.create_future(), name))
-
-    async def _tell_liveness(self) -> None:
-        touch, self._touch = self._touch, {}
-        drop, self._drop = self._drop, set()
-        try:
-            if touch:
-                await self._store.touch(touch)
-            if drop:
-                await self._store.drop(drop)
-        except Unavailable as error:
-            self._touch = {**touch, **self._touch}
-            self._drop |= drop
-            self._log.warning("liveness was not told to the store", error=error.message)
+                due.append(("expire", Book.expire))
+            if sweeps:
+                due.append(("sweep", Book.sweep))
+            for name, step in due:
+                if (book.namespace, name) not in queued:
+                    future = asyncio.get_running_loop().create_future()
+                    self._enqueue(Command(name, book.namespace, future, step=step))
 
     # ------------------------------------------------------------------ errors
 

@@ -1,0 +1,92 @@
+"""The books of all namespaces, as this process holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rankbook.errors import Overloaded, Reason
+from rankbook_server.clock import Clock
+from rankbook_server.core.book import Book
+from rankbook_server.core.decision import Instant
+from rankbook_server.core.fold import BookLimits
+from rankbook_server.core.ops import Put
+from rankbook_server.store.base import Snapshot
+
+__all__ = ["Books"]
+
+
+class Books:
+    """One book a namespace. Owned by the registry's writer; bounded."""
+
+    def __init__(self, clock: Clock, limits: BookLimits, max_namespaces: int) -> None:
+        """Begins without any.
+
+        Args:
+            clock: Time and ids.
+            limits: Bounds of one namespace.
+            max_namespaces: Most namespaces.
+        """
+        self._clock = clock
+        self._limits = limits
+        self._max = max_namespaces
+        self._books: dict[str, Book] = {}
+
+    def get(self, namespace: str) -> Book:
+        """A namespace's book; an empty one, not kept, where nothing was written."""
+        return self._books.get(namespace) or self._new(namespace)
+
+    def admit(self, book: Book) -> None:
+        """Keeps a book that is about to be written to first.
+
+        Raises:
+            Overloaded: It would be one namespace too many.
+        """
+        if book.namespace in self._books:
+            return
+        if len(self._books) >= self._max:
+            raise Overloaded(
+                f"namespace {book.namespace} would be one more than the {self._max} this server "
+                "holds: use an existing one, or raise --max-namespaces",
+                reason=Reason.TOO_MANY_ENGINES,
+                metadata={
+                    "limit": "namespaces",
+                    "bound": self._max,
+                    "namespace": book.namespace,
+                },
+            )
+        self._books[book.namespace] = book
+
+    def all(self) -> Iterable[Book]:
+        """Every book that is kept, by namespace."""
+        return [self._books[namespace] for namespace in sorted(self._books)]
+
+    def grant_grace(self, now: Instant) -> None:
+        """Gives every lease a full time to live from now (rule 8)."""
+        for book in self._books.values():
+            book.grant_grace(now)
+
+    def load(self, snapshot: Snapshot) -> dict[str, set[str]]:
+        """Takes a store's content in place of what is held, with grace for every lease.
+
+        Returns:
+            By namespace, every engine that was held before or is now.
+        """
+        engines = {namespace: set(book.engines) for namespace, book in self._books.items()}
+        self._books = {}
+        for entry in snapshot.entries:
+            namespace = entry.key.partition("/")[0]
+            book = self._books.get(namespace)
+            if book is None:
+                book = self._books[namespace] = self._new(namespace)
+            book.apply(Put(entry.key, entry.value), entry.revision)
+        for namespace, book in self._books.items():
+            book.link_leases()
+            book.take_touched()
+            engines.setdefault(namespace, set()).update(book.engines)
+        self.grant_grace(self._clock.now())
+        return engines
+
+    def _new(self, namespace: str) -> Book:
+        book = Book(namespace, new_id=self._clock.new_id, limits=self._limits)
+        book.clock_s = self._clock.mono()
+        return book
