@@ -42,6 +42,8 @@ __all__ = [
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 _F = FieldDescriptor
+_MAX_DURATION_S = 315_576_000_000
+"""Protobuf's own bound, 10,000 years."""
 _INTEGERS = {_F.CPPTYPE_INT32, _F.CPPTYPE_INT64, _F.CPPTYPE_UINT32, _F.CPPTYPE_UINT64}
 _BOUNDS = {
     _F.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
@@ -72,6 +74,14 @@ def timestamp(unix_s: float) -> Timestamp:
     """A Timestamp of so many seconds since 1970."""
     whole = math.floor(unix_s)
     return Timestamp(seconds=whole, nanos=min(int((unix_s - whole) * 1e9), 999_999_999))
+
+
+def _timestamp_of(moment: dt.datetime) -> Timestamp:
+    # Whole numbers all the way: a float of today's seconds is off by 100 ns.
+    passed = moment - dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+    return Timestamp(
+        seconds=passed.days * 86_400 + passed.seconds, nanos=passed.microseconds * 1000
+    )
 
 
 # ---------------------------------------------------------------- descriptors
@@ -204,9 +214,7 @@ def from_json(value: Any, kind: type[M], where: str = "") -> M:
             if not isinstance(item, dict):
                 raise _wrong(path, item, "an object of strings")
             for key, text in item.items():
-                if not isinstance(text, str):
-                    raise _wrong(f"{path}.{key}", text, "a string")
-                getattr(message, name)[key] = text
+                getattr(message, name)[_text(key, path)] = _text(text, f"{path}.{key}")
         elif field.repeated:
             if not isinstance(item, list):
                 raise _wrong(path, item, "a list")
@@ -222,14 +230,18 @@ def from_json(value: Any, kind: type[M], where: str = "") -> M:
 
 def _read(field: _Field, value: Any, path: str) -> Any:
     if field.message_name == "google.protobuf.Duration":
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _wrong(path, value, "a number of seconds")
+        if not _is_number(value) or not abs(value) <= _MAX_DURATION_S:
+            raise _wrong(path, value, f"a number of seconds, at most {_MAX_DURATION_S}")
         return duration(value)
     if field.message_name == "google.protobuf.Timestamp":
         try:
-            return timestamp(dt.datetime.fromisoformat(value).timestamp())
+            moment = dt.datetime.fromisoformat(value)
         except (TypeError, ValueError):
-            raise _wrong(path, value, "an RFC 3339 instant") from None
+            moment = None
+        # Without an offset it would be this machine's own time of day.
+        if moment is None or moment.tzinfo is None:
+            raise _wrong(path, value, "an RFC 3339 instant")
+        return _timestamp_of(moment)
     if field.cpp_type == _F.CPPTYPE_MESSAGE:
         return from_json(value, field.new, path)
     if field.enum_names:
@@ -252,11 +264,29 @@ def _read(field: _Field, value: Any, path: str) -> Any:
             raise _wrong(path, value, "true or false")
         return value
     if field.cpp_type in (_F.CPPTYPE_DOUBLE, _F.CPPTYPE_FLOAT):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _wrong(path, value, "a number")
+        if not _is_number(value):
+            raise _wrong(path, value, "a finite number")
         return float(value)
+    return _text(value, path)
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number that a double can hold; Python's own JSON reads others too."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _text(value: Any, path: str) -> str:
     if not isinstance(value, str):
         raise _wrong(path, value, "a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _wrong(path, value, "a string of Unicode characters") from None
     return value
 
 
@@ -373,7 +403,7 @@ def _message_value(field: _Field, value: Any) -> Any:
     if field.message_name == "google.protobuf.Duration":
         return duration(value)
     if field.message_name == "google.protobuf.Timestamp":
-        return timestamp(cast(dt.datetime, value).timestamp())
+        return _timestamp_of(cast(dt.datetime, value))
     if field.cpp_type == _F.CPPTYPE_MESSAGE:
         return to_message(value, field.new)
     if field.enum_names:

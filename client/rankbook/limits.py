@@ -341,6 +341,10 @@ def check_core(core: v1.CoreRecord) -> None:
     _check_process("core.process", core.process)
     _check_addresses("core.addresses", core.addresses)
     check_text("core.connector", core.connector, MAX_ID_CHARS)
+    if not core.HasField("clock"):
+        return
+    if not core.clock.HasField("registry_time"):
+        raise _bad("core.clock.registry_time", None, "a pair has both readings")
     if not math.isfinite(core.clock.local_s):
         raise _bad("core.clock.local_s", core.clock.local_s, "a number of seconds")
     for name, value in (

@@ -306,11 +306,16 @@ def outside(request: v1.SealEngineRequest) -> None:
     request.slots[0].slot.tp_rank = 5
 
 
+def half_a_clock_pair(request: v1.SealEngineRequest) -> None:
+    request.core.clock.local_s = 5.0
+
+
 def a_clock_of_no_year(request: v1.SealEngineRequest) -> None:
     request.core.clock.registry_time.seconds = 2**60
 
 
 def a_clock_that_is_no_number(request: v1.SealEngineRequest) -> None:
+    request.core.clock.registry_time.seconds = 1
     request.core.clock.local_s = float("nan")
 
 
@@ -320,6 +325,7 @@ def a_clock_that_is_no_number(request: v1.SealEngineRequest) -> None:
         (without_slot, "absent"),
         (a_slot_twice, "twice"),
         (outside, "5"),
+        (half_a_clock_pair, "registry_time"),
         (a_clock_of_no_year, "registry_time"),
         (a_clock_that_is_no_number, "local_s"),
     ],
