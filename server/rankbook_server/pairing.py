@@ -3,7 +3,7 @@ given what the records say."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rankbook import v1
 from rankbook.convert import from_json
@@ -17,7 +17,7 @@ from rankbook.transfer import (
     plan_transfer,
 )
 
-__all__ = ["compare", "plan"]
+__all__ = ["compare", "plan", "prepare_plan"]
 
 _MODES = {v1.TRANSFER_MODE_PULL: TransferMode.PULL, v1.TRANSFER_MODE_PUSH: TransferMode.PUSH}
 
@@ -78,9 +78,28 @@ def plan(
     Raises:
         TransferError: No plan exists between the two.
         BadRequest: A size is below 1.
+        LimitExceeded: The plan would be too large to answer.
+    """
+    return prepare_plan(producer, producer_records, consumer, consumer_records, mode)()
+
+
+def prepare_plan(
+    producer: v1.Engine,
+    producer_records: Sequence[v1.WorkerRecord],
+    consumer: v1.Engine | v1.ConsumerLayout,
+    consumer_records: Sequence[v1.WorkerRecord],
+    mode: v1.TransferMode.ValueType,
+) -> Callable[[], v1.PlanTransferResponse]:
+    """Reads all that `plan` needs of the book; what it returns makes the plan, in any thread.
+
+    Raises:
+        TransferError: One of the sides can have no plan.
+        BadRequest: A size is below 1.
+        LimitExceeded: The sizes make more slots than an engine may have.
     """
     chosen = _MODES.get(mode) or _stated_mode(producer_records[0])
     side = _plan_side(producer, producer_records)
+    producer_revision = producer.revision
     if isinstance(consumer, v1.ConsumerLayout):
         other = PlanSide.for_layout(
             side,
@@ -93,14 +112,18 @@ def plan(
     else:
         other = _plan_side(consumer, consumer_records)
         consumer_revision = consumer.revision
-    found = plan_transfer(side, other, chosen)
-    push = chosen is TransferMode.PUSH
-    return v1.PlanTransferResponse(
-        plan=from_json(found.as_dict(), v1.Plan),
-        mode=v1.TRANSFER_MODE_PUSH if push else v1.TRANSFER_MODE_PULL,
-        producer_revision=producer.revision,
-        consumer_revision=consumer_revision,
-    )
+
+    def make() -> v1.PlanTransferResponse:
+        found = plan_transfer(side, other, chosen)
+        push = chosen is TransferMode.PUSH
+        return v1.PlanTransferResponse(
+            plan=from_json(found.as_dict(), v1.Plan),
+            mode=v1.TRANSFER_MODE_PUSH if push else v1.TRANSFER_MODE_PULL,
+            producer_revision=producer_revision,
+            consumer_revision=consumer_revision,
+        )
+
+    return make
 
 
 def _peer_side(engine: v1.Engine, records: Sequence[v1.WorkerRecord]) -> PeerSide:

@@ -43,6 +43,8 @@ def test_watchers_waiters_leases_engines_and_namespaces_are_bounded(rankbookd: A
 
         wait = v1.GetTopologyRequest(engine_id="later", wait=span(60))
         held = session.send("get_topology", wait)
+        # Calls of a session are taken up in order, so the wait is on once this is answered.
+        session.call("get_status", v1.GetStatusRequest())
         with pytest.raises(Failure, match="TOO_MANY_WAITERS"):
             raw.call("GetTopology", wait)
         session.cancel(held)
@@ -98,3 +100,24 @@ def test_metric_labels_do_not_grow_with_namespaces(rankbookd: Any) -> None:
             )
     lines = [n for n in server.get("/metrics").splitlines() if n.startswith("rankbook_workers{")]
     assert len(lines) == 33
+
+
+def test_a_long_plan_holds_up_no_other_call_and_one_without_bounds_is_refused(
+    rankbookd: Any,
+) -> None:
+    server = rankbookd()
+    with Raw(server.grpc) as raw, raw.session() as session:
+        raw.register(grid("e", pp_size=4, model=v1.Model(total_num_kv_heads=8)))
+        wide = v1.PlanTransferRequest(
+            producer_engine_id="e", consumer_layout=v1.ConsumerLayout(tp_size=8192)
+        )
+        plan = session.send("plan_transfer", wide)
+        status = session.send("get_status", v1.GetStatusRequest())
+        assert [session.take().request_id for _ in range(2)] == [status, plan]
+        for size in ({"tp_size": 2**32 - 1}, {"tp_size": 1, "pp_size": 2**32 - 1}):
+            endless = v1.PlanTransferRequest(
+                producer_engine_id="e", consumer_layout=v1.ConsumerLayout(**size)
+            )
+            with pytest.raises(Failure, match="LIMIT_EXCEEDED"):
+                session.call("plan_transfer", endless)
+        assert session.call("get_status", v1.GetStatusRequest()).store_available

@@ -42,8 +42,9 @@ __all__ = [
     "plan_transfer",
 ]
 
-MAX_PLAN_ENTRIES = 1_048_576
-"""Most contacts a plan may list: 16 stages of 256 ranks on both sides."""
+MAX_PLAN_ENTRIES = 262_144
+"""Most contacts a plan may list: 64 stages of 64 ranks on both sides. Such a plan
+still fits into one message."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -178,9 +179,10 @@ def plan_transfer(
     mode = transfer_mode(mode)
     check_pair(producer, consumer, mode)
     heads = shared_heads(producer, consumer)
-    views = [_view(consumer, tp_rank, heads) for tp_rank in range(consumer.transfer_tp_size)]
     sizes = (producer.transfer_tp_size, producer.dcp_size)
-    _check_extent(producer, consumer, len(views[0].handshake_target_ranks(*sizes)))
+    first = _view(consumer, 0, heads)
+    _check_extent(producer, consumer, len(first.handshake_target_ranks(*sizes)))
+    views = [_view(consumer, tp_rank, heads) for tp_rank in range(consumer.transfer_tp_size)]
     targets = [view.handshake_target_ranks(*sizes) for view in views]
     slices = [
         _slices(producer, consumer, tp_rank, view.source_ranks(*sizes), heads)
@@ -271,11 +273,12 @@ def _read_order(read: Read) -> tuple[int, int, int]:
 
 def _check_extent(producer: PlanSide, consumer: PlanSide, targets_per_stage: int) -> None:
     # Every consumer rank has as many targets in a stage as any other.
-    ranks = consumer.pp_size * consumer.transfer_tp_size
-    entries = ranks * producer.pp_size * targets_per_stage
+    stage = consumer.transfer_tp_size * targets_per_stage
+    # Reads of the model's layers are fewer than contacts; extra layers come on top.
+    entries = stage * max(consumer.pp_size * producer.pp_size, len(consumer.extra))
     if entries > MAX_PLAN_ENTRIES:
         raise LimitExceeded(
-            f"the plan would list {entries} contacts and the limit is {MAX_PLAN_ENTRIES}; ask "
-            "for a smaller consumer layout",
+            f"the plan would list {entries} contacts or reads and the limit is "
+            f"{MAX_PLAN_ENTRIES}; ask for a smaller consumer layout",
             metadata={"limit": "plan_entries", "value": entries, "bound": MAX_PLAN_ENTRIES},
         )

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rankbook.errors import Reason, TransferError
+from rankbook.errors import LimitExceeded, Reason, TransferError
+from rankbook.limits import MAX_GRID_SLOTS
 from rankbook.transfer.layers import partition_layers, ranges_of
 from rankbook.transfer.ratios import require_rank, require_size
 
@@ -111,7 +112,9 @@ class PlanSide:
             TransferError: LAYER_SPLIT_INVALID, when `layers` does not have
                 `pp_size` counts or does not sum to the producer's layers.
             BadRequest: A size is negative, or `tp_size` is below 1.
+            LimitExceeded: The sizes make more slots than an engine may have.
         """
+        _check_slots(tp_size, pp_size or len(layers) or 1)
         if layers and pp_size not in (0, len(layers)):
             raise TransferError(
                 f"{len(layers)} layer counts are given for {pp_size} stages; give one count a "
@@ -212,3 +215,19 @@ def absent_extra_layers(producer: PlanSide, consumer: PlanSide) -> tuple[ExtraLa
     """
     offered = {layer.index for layer in producer.extra}
     return tuple(layer for layer in consumer.extra if layer.index not in offered)
+
+
+def _check_slots(tp_size: int, pp_size: int) -> None:
+    # Before anything is made of the sizes: they come from whoever asks.
+    slots = tp_size * pp_size
+    if slots > MAX_GRID_SLOTS:
+        raise LimitExceeded(
+            f"a consumer of tp_size {tp_size} and pp_size {pp_size} has {slots} slots, over the "
+            f"limit of {MAX_GRID_SLOTS} slots",
+            metadata={
+                "limit": "grid_slots",
+                "value": slots,
+                "bound": MAX_GRID_SLOTS,
+                "unit": "slots",
+            },
+        )

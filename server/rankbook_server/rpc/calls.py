@@ -11,10 +11,16 @@ from google.protobuf.message import Message
 from rankbook import v1
 from rankbook.convert import seconds, timestamp
 from rankbook.errors import BadRequest, LimitExceeded
-from rankbook.limits import MAX_REPLY_BYTES, MAX_WAIT_S, check_id, check_namespace
+from rankbook.limits import (
+    DEFAULT_NAMESPACE,
+    MAX_REPLY_BYTES,
+    MAX_WAIT_S,
+    check_id,
+    check_namespace,
+)
 from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
-from rankbook_server.pairing import compare, plan
+from rankbook_server.pairing import compare, prepare_plan
 from rankbook_server.peers import FORGET_S, Peers, drain_outcome
 from rankbook_server.registry import Registry
 from rankbook_server.rpc.topology import TopologyReader, require_usable
@@ -46,6 +52,9 @@ _DEFAULT_PAGE = 100
 # A read that asks for a revision this server has not seen yet waits so long
 # where it names no wait of its own: a replica is milliseconds behind, not more.
 _MIN_REVISION_WAIT_S = 1.0
+# A plan of more pairs of a consumer rank and a producer stage takes over 10 ms:
+# it is made in a thread, one at a time, and the loop goes on meanwhile.
+_MAX_INLINE_PLAN = 1024
 
 
 def check_wait(field: str, wait_s: float, bound_s: float) -> float:
@@ -92,6 +101,7 @@ class Calls:
         self._clock = clock
         self._version = version
         self._topology = TopologyReader(registry, view, waiters, clock)
+        self._planning = asyncio.Lock()
         self._reads: dict[str, Callable[[Any, float | None], Any]] = {
             "renew_leases": self._renew_leases,
             "report_peers": self._report_peers,
@@ -136,7 +146,7 @@ class Calls:
             return True
         if field in ("get_topology", "list_engines"):
             return bool(request.min_revision > self.registry.revision)
-        return False
+        return field == "plan_transfer" and self._is_long(request)
 
     async def answer(self, field: str, request: Any, remaining_s: float | None) -> Answer:
         """Does any call but a watch.
@@ -326,11 +336,32 @@ class Calls:
                 metadata={"field": "consumer", "value": "", "rule": "required"},
             )
         if which == "consumer_layout":
-            return plan(producer, records, request.consumer_layout, (), request.mode)
-        consumer_id = request.consumer_engine_id
-        consumer = self._usable(namespace, "consumer_engine_id", consumer_id)
-        others = self._records(namespace, consumer_id)
-        return plan(producer, records, consumer, others, request.mode)
+            make = prepare_plan(producer, records, request.consumer_layout, (), request.mode)
+        else:
+            consumer_id = request.consumer_engine_id
+            consumer = self._usable(namespace, "consumer_engine_id", consumer_id)
+            others = self._records(namespace, consumer_id)
+            make = prepare_plan(producer, records, consumer, others, request.mode)
+        if not self._is_long(request):
+            return make()
+        async with self._planning:
+            return await asyncio.to_thread(make)
+
+    def _is_long(self, request: v1.PlanTransferRequest) -> bool:
+        """Whether a plan is too long to be made on the loop."""
+        namespace = request.namespace or DEFAULT_NAMESPACE
+        producer = self._view.engine(namespace, request.producer_engine_id)
+        if producer is None:
+            return False
+        layout: v1.ConsumerLayout | v1.Layout = request.consumer_layout
+        stages = request.consumer_layout.pp_size or len(request.consumer_layout.layers) or 1
+        if request.WhichOneof("consumer") == "consumer_engine_id":
+            consumer = self._view.engine(namespace, request.consumer_engine_id)
+            if consumer is None:
+                return False
+            layout, stages = consumer.engine.layout, consumer.engine.layout.pp_size
+        pairs = layout.tp_size * stages * producer.engine.layout.pp_size
+        return bool(pairs > _MAX_INLINE_PLAN)
 
     async def _compare_peers(
         self, request: v1.ComparePeersRequest, remaining_s: float | None

@@ -377,7 +377,31 @@ def test_a_plan_too_large_to_answer_is_refused_before_it_is_made() -> None:
     wide = make_side(tp_size=1024, stages=ranges_of(*[1] * 64), total_num_kv_heads=1024)
     with pytest.raises(LimitExceeded) as caught:
         plan_transfer(wide, PlanSide.for_layout(wide, tp_size=1024, pp_size=64))
-    assert caught.value.metadata["bound"] == "1048576"
+    assert caught.value.metadata["bound"] == "262144"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp_size": 2**32 - 1},
+        {"tp_size": 1, "pp_size": 2**32 - 1},
+        {"tp_size": 257, "pp_size": 256},
+        {"tp_size": 65_537, "layers": (61,)},
+    ],
+)
+def test_a_layout_of_more_slots_than_an_engine_may_have_is_refused_before_it_is_made(
+    layout: dict[str, Any],
+) -> None:
+    with pytest.raises(LimitExceeded) as caught:
+        PlanSide.for_layout(make_side(stages=((0, 61),)), **layout)
+    assert caught.value.metadata["bound"] == "65536"
+
+
+def test_a_plan_of_many_draft_layers_is_bounded_too() -> None:
+    drafts = tuple(ExtraLayer(61 + index, 0, "DRAFT") for index in range(256))
+    side = make_side(stages=((0, 61),), extra=drafts)
+    with pytest.raises(LimitExceeded, match="reads"):
+        plan_transfer(side, PlanSide.for_layout(side, tp_size=8192))
 
 
 # A consumer that is not in the book.
