@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import os
@@ -11,9 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+import rankbook
+from rankbook import convert, v1
 from rankbook.model import (
     CoreRecord,
     Handshake,
@@ -160,6 +164,59 @@ def program() -> Iterator[Callable[..., Program]]:
     yield start
     for one in started:
         one.close()
+
+
+WORKER = """
+import base64, sys, threading
+import rankbook
+from rankbook import v1
+address, mode = sys.argv[1:3]
+records = [v1.WorkerRecord.FromString(base64.b64decode(text)) for text in sys.argv[3:]]
+changes = []
+registration = rankbook.Registration(
+    records, endpoints=address, ttl_s=2.0, mode=mode, on_change=changes.append
+)
+registration.start()
+registration.wait_registered(20)
+print(registration.heartbeat_pid, flush=True)
+"""
+
+
+@pytest.fixture
+def worker(program: Callable[..., Program]) -> Callable[..., Program]:
+    """Starts a worker as a process of its own, signed in when this returns.
+
+    `worker(address, *records, mode="process", then="...")`: the TTL is 2 s;
+    `then` is what the program goes on with, by default to stay until a line comes.
+    """
+
+    def start(
+        address: str,
+        *records: WorkerRecord,
+        mode: str = "process",
+        then: str = "sys.stdin.readline()\n",
+    ) -> Program:
+        sent = [convert.to_message(record, v1.WorkerRecord) for record in records]
+        texts = [base64.b64encode(one.SerializeToString()).decode() for one in sent]
+        one = program(WORKER + then, address, mode, *texts)
+        one.line()
+        return one
+
+    return start
+
+
+@pytest.fixture
+def registration() -> Iterator[Callable[..., rankbook.Registration]]:
+    """Makes registrations with a TTL of 2 s that end with the test."""
+    made_ones: list[rankbook.Registration] = []
+
+    def make(*args: Any, **options: Any) -> rankbook.Registration:
+        made_ones.append(rankbook.Registration(*args, **{"ttl_s": 2.0, **options}))
+        return made_ones[-1]
+
+    yield make
+    for one in made_ones:
+        one.stop()
 
 
 @pytest.fixture
