@@ -18,8 +18,8 @@ from itertools import accumulate
 
 from rankbook import v1
 from rankbook.limits import MAX_REPLY_BYTES
-from rankbook_server.core.engine import SlotState
 from rankbook_server.core.keys import SlotKey
+from rankbook_server.core.slots import SlotState
 from rankbook_server.registry import Registry
 from rankbook_server.wire import Body, delimited, header, scalar
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rankbook import v1
 from rankbook.limits import DEFAULT_NAMESPACE
 from rankbook_server.core.decision import Instant
-from rankbook_server.core.engine import EngineState, WorkerView
+from rankbook_server.core.engine import EngineState
 from rankbook_server.core.keys import (
     SlotKey,
     engine_key,
@@ -22,6 +22,7 @@ from rankbook_server.core.keys import (
 )
 from rankbook_server.core.neighbours import Neighbours
 from rankbook_server.core.ops import Op, Put
+from rankbook_server.core.slots import WorkerView
 
 __all__ = ["CORE", "BookFold", "BookLimits", "LeaseEntry"]
 

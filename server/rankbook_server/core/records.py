@@ -10,9 +10,10 @@ from rankbook import v1
 from rankbook.errors import Conflict, LimitExceeded, Reason
 from rankbook.limits import MAX_ENGINE_BYTES
 from rankbook_server.core.admission import holders_with
-from rankbook_server.core.engine import EngineState, SlotState
+from rankbook_server.core.engine import EngineState
 from rankbook_server.core.fold import BookFold
 from rankbook_server.core.keys import slot_key, slot_text
+from rankbook_server.core.slots import SlotState
 
 __all__ = [
     "check_declared",

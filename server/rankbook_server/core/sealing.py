@@ -16,12 +16,13 @@ from rankbook_server.core.admission import (
     slot_held,
 )
 from rankbook_server.core.decision import Decision, Instant, Note
-from rankbook_server.core.engine import EngineState, seal_digest, seal_piece
+from rankbook_server.core.engine import EngineState
 from rankbook_server.core.fold import BookFold
 from rankbook_server.core.heads import copy_head
 from rankbook_server.core.keys import SlotKey, slot_key, slot_text
 from rankbook_server.core.leases import Granted, grant, kept_lease
 from rankbook_server.core.ops import Txn
+from rankbook_server.core.slots import seal_digest, seal_piece
 
 __all__ = ["seal"]
 

@@ -19,7 +19,7 @@ from rankbook_server.core.admission import (
     slot_held,
 )
 from rankbook_server.core.decision import Decision, Instant, Note
-from rankbook_server.core.engine import EngineState, SlotState
+from rankbook_server.core.engine import EngineState
 from rankbook_server.core.fold import BookFold
 from rankbook_server.core.heads import begun_head, copy_head, heir_ops
 from rankbook_server.core.keys import slot_key, slot_text
@@ -34,6 +34,7 @@ from rankbook_server.core.records import (
     slot_holder,
     stored_worker,
 )
+from rankbook_server.core.slots import SlotState
 
 __all__ = ["register", "update"]
 

@@ -9,7 +9,7 @@ from tests.unit.core.desk import Desk, record, registration
 
 from rankbook import v1
 from rankbook.errors import Conflict, Fenced, Reason, Refused
-from rankbook_server.core.engine import seal_digest, seal_piece
+from rankbook_server.core.slots import seal_digest, seal_piece
 
 
 def test_a_registration_answers_with_all_that_a_worker_needs() -> None:
