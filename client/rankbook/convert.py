@@ -14,6 +14,7 @@ import binascii
 import dataclasses
 import datetime as dt
 import enum
+import json
 import math
 import typing
 from collections.abc import Mapping
@@ -247,7 +248,8 @@ def _read(field: _Field, value: Any, path: str) -> Any:
     if field.enum_names:
         number = field.enum_numbers.get(value) if isinstance(value, str) else None
         if number is None:
-            raise _wrong(path, value, "one of " + ", ".join(sorted(field.enum_numbers)))
+            named = sorted(name for name, one in field.enum_numbers.items() if one)
+            raise _wrong(path, value, "one of " + ", ".join(named))
         return number
     if field.is_bytes:
         try:
@@ -291,7 +293,8 @@ def _text(value: Any, path: str) -> str:
 
 
 def _wrong(path: str, value: object, rule: str) -> BadRecord:
-    shown = repr(value)
+    # As it stands in the file: true and null, not True and None.
+    shown = repr(value) if isinstance(value, str) else json.dumps(value, default=repr)
     shown = shown if len(shown) <= 64 else f"{shown[:64]}... ({len(shown)} chars)"
     return BadRecord(
         f"{path} is {shown}: it takes {rule}",

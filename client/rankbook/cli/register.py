@@ -30,7 +30,7 @@ _LOOK_S = 0.5
     "--file",
     "file",
     required=True,
-    type=click.File("r", encoding="utf-8", errors="replace"),
+    type=click.File("r", encoding="utf-8-sig", errors="replace"),
     metavar="FILE|-",
     help="One record, a list, or JSON lines; - reads stdin.",
 )

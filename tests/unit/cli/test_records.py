@@ -79,10 +79,12 @@ def test_a_payload_over_the_limit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "line 1 is no JSON"),
+        ("", "holds no record"),
+        (" \n\n", "holds no record"),
         ("[]", "holds no record"),
-        ('{"group": "g",\n "engine_id": }', "line 2 is no JSON"),
-        (f"{json.dumps(record())}\n{{oops\n", "line 2 is no JSON"),
+        ('{"group": "g",\n "engine_id": }', "line 2 column 15 is no JSON"),
+        (f"{json.dumps(record())}\n{{oops\n", "line 2 column 2 is no JSON"),
+        ("[" * 100_000, "nested too deep"),
         ("3", "it takes an object"),
     ],
 )
@@ -91,9 +93,61 @@ def test_what_is_no_record_file_is_refused_with_the_line(text: str, words: str) 
         read(text)
 
 
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ("group", ""),
+        ("engine_id", ""),
+        ("generation", ""),
+        ("role", ""),
+        ("handshake", ""),
+        ("layout", "pp_size"),
+        ("layout", "num_layers"),
+        ("slot", "pp_rank"),
+        ("slot", "tp_rank"),
+        ("layers", "start_layer"),
+        ("layers", "end_layer"),
+    ],
+)
+@pytest.mark.parametrize("left_out", [True, False])
+def test_a_rank_or_a_layer_that_a_file_forgets_is_never_taken_for_zero(
+    part: str, field: str, left_out: bool
+) -> None:
+    bad = record()
+    inside, key = (bad[part], field) if field else (bad, part)
+    del inside[key]
+    if not left_out:
+        inside[key] = None
+    path = f"{part}.{field}" if field else part
+    with pytest.raises(BadRecord, match=f"does not state {path}") as caught:
+        read(json.dumps([record(), bad]))
+    assert caught.value.metadata["record"] == "records[1]"
+    assert caught.value.metadata["field"] == path
+
+
+def test_a_record_of_a_list_that_breaks_a_rule_is_named() -> None:
+    with pytest.raises(BadRecord, match=r"records\[1\]: layers.end_layer is 9"):
+        read(json.dumps([record(), record(layers={"start_layer": 2, "end_layer": 9})]))
+
+
+def test_a_field_that_stands_twice_is_refused() -> None:
+    with pytest.raises(BadRecord, match="pp_rank stands twice"):
+        read(json.dumps(record()).replace('"pp_rank": 0', '"pp_rank": 0, "pp_rank": 1'))
+
+
+def test_two_generations_of_one_engine_in_one_file_are_refused() -> None:
+    with pytest.raises(BadRecord, match="two generations of e, t1 and t2"):
+        read(json.dumps([record(), record(generation="t2")]))
+
+
+def test_values_are_shown_as_the_file_writes_them() -> None:
+    with pytest.raises(BadRecord, match="pp_rank is true: it takes a whole number"):
+        read(json.dumps(record(slot={"pp_rank": True, "tp_rank": 0})))
+    with pytest.raises(BadRecord, match=r"it takes one of BOTH, CONSUMER, PRODUCER$"):
+        read(json.dumps(record(role="producer")))
+
+
 def test_records_are_grouped_by_start_in_order() -> None:
-    records = read(
-        json.dumps([record(), record(generation="t2"), record(slot={"pp_rank": 1, "tp_rank": 0})])
-    )
-    groups = by_start(records)
-    assert [(g[0].generation, len(g)) for g in groups] == [("t1", 2), ("t2", 1)]
+    second = record(slot={"pp_rank": 1, "tp_rank": 0})
+    groups = by_start(read(json.dumps([record(), record(engine_id="f"), second])))
+    assert [(g[0].engine_id, len(g)) for g in groups] == [("e", 2), ("f", 1)]
