@@ -179,7 +179,8 @@ def _report(
     if status is not None:
         lines.append(
             f"registry {','.join(invocation.settings.endpoints)}: rankbookd {status.version}, "
-            f"{status.store}, revision {status.book_revision}; {engines} engines looked at"
+            f"{status.store}, revision {status.book_revision}; "
+            f"{engines} engine{'' if engines == 1 else 's'} looked at"
         )
     for finding in found:
         style = _LOOKS.get(finding.severity, "")

@@ -204,4 +204,7 @@ def engines(
         return
     out.table(engines_table(listed.engines, invocation.now, wide=out.wide))
     if not listed.engines:
-        out.note(f"no engine in namespace {invocation.settings.namespace} is as asked for")
+        namespace = invocation.settings.namespace
+        unasked = wanted == EngineFilter()
+        what = "no engine is in" if unasked else "no engine is as asked for in"
+        out.note(f"{what} namespace {namespace}")

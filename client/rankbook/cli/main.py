@@ -136,7 +136,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _usage(usage: click.UsageError, out: Output) -> int:
     where = usage.ctx.command_path if usage.ctx is not None else "rankbook"
-    message = usage.format_message().rstrip(".")
+    # click lists choices one a line, with tabs.
+    message = " ".join(usage.format_message().split()).rstrip(".")
     out.error(BadRequest(f"{message}. See: {where} --help", metadata={"command": where}))
     return EXIT_USAGE
 

@@ -31,6 +31,8 @@ _PIPED_WIDTH = 120
 """Where grids wrap when there is no terminal to measure; tables never wrap."""
 _UNBOUND = 10_000
 _GAP = 2
+_PROSE_WIDTH = 28
+"""Words in less room than this stand below their row instead of beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ class Output:
     def table(self, table: Table) -> None:
         """Writes a table."""
         if self.terminal:
-            self._rich(table)
+            self._write("".join(f"{line}\n" for line in self._drawn(table)))
         else:
             self._aligned(table)
 
@@ -179,9 +181,12 @@ class Output:
             width=width or self.width,
         )
 
-    def _rich(self, table: Table) -> None:
+    def _drawn(self, table: Table) -> list[str]:
+        """The lines of a table on a terminal."""
         kept = self._fitting(table)
-        prose = any(table.columns[at].prose for at in kept)
+        prose = [at for at in kept if table.columns[at].prose]
+        if prose and self._prose_room(table, kept) < _PROSE_WIDTH:
+            return self._drawn_above_prose(table, prose)
         shown = RichTable(
             box=box.SIMPLE_HEAD if self.unicode else None,
             title=table.title or None,
@@ -205,17 +210,43 @@ class Output:
                 *(cell if isinstance(cell, Text) else Text(clean(cell)) for cell in cells)
             )
         # Wider than the terminal it wraps there, as a whole; no cell is cut.
-        console = self._console(self._stdout, None if prose else _UNBOUND)
+        return self._printed(shown, None if prose else _UNBOUND)
+
+    def _drawn_above_prose(self, table: Table, prose: Sequence[int]) -> list[str]:
+        """A table whose words stand below each row: beside it they would be a thin column."""
+        others = [at for at in range(len(table.columns)) if at not in prose]
+        upper = Table([table.columns[at] for at in others], title=table.title)
+        upper.rows = [[row[at] for at in others] for row in table.rows]
+        drawn = self._drawn(upper)
+        # The rows come last, one a line: only prose is ever broken.
+        head = len(drawn) - len(table.rows)
+        lines = drawn[:head]
+        for line, row in zip(drawn[head:], table.rows, strict=True):
+            lines.append(line)
+            for words in (clean(_plain(row[at])) for at in prose):
+                for part in wrapped(Text(f"    {words}"), self.width) if words else ():
+                    lines += self._printed(part, _UNBOUND)
+        return lines
+
+    def _printed(self, shown: RichTable | Text, width: int | None) -> list[str]:
+        console = self._console(self._stdout, width)
         with console.capture() as captured:
             console.print(shown)
-        self._write("".join(line.rstrip(" ") + "\n" for line in captured.get().splitlines()))
+        return [line.rstrip(" ") for line in captured.get().splitlines()]
+
+    def _prose_room(self, table: Table, kept: Sequence[int]) -> int:
+        """Columns that are left for words beside everything else."""
+        fixed = [at for at in kept if not table.columns[at].prose]
+        return self.width - sum(self._width(table, at) + _GAP for at in fixed)
+
+    @staticmethod
+    def _width(table: Table, at: int) -> int:
+        cells = (len(_plain(row[at])) for row in table.rows)
+        return max(len(table.columns[at].name), *cells, 0)
 
     def _fitting(self, table: Table) -> list[int]:
         """Which columns to show: optional ones go until the rest fits the terminal."""
-        widths = [
-            max(len(column.name), *(len(_plain(row[at])) for row in table.rows), 0)
-            for at, column in enumerate(table.columns)
-        ]
+        widths = [self._width(table, at) for at in range(len(table.columns))]
         kept = list(range(len(table.columns)))
         for at in reversed(range(len(table.columns))):
             if self.wide or sum(widths[one] + _GAP for one in kept) - _GAP <= self.width:

@@ -52,6 +52,13 @@ def _ranks(ranks: Iterable[dict[str, Any]]) -> str:
     return slots_text(Slot(rank["pp_rank"], 0, rank["tp_rank"]) for rank in ranks)
 
 
+def _heads(read: dict[str, Any]) -> str:
+    """The heads; none for a draft layer, whose heads the plan does not know."""
+    if read["start_head"] == read["end_head"]:
+        return ""
+    return f"[{read['start_head']},{read['end_head']})"
+
+
 def consumers_table(plan: dict[str, Any]) -> Table:
     """What each consumer rank does: a line for each producer rank it reads from."""
     table = Table(
@@ -71,7 +78,7 @@ def consumers_table(plan: dict[str, Any]) -> Table:
                 _rank(consumer),
                 _rank(read),
                 f"[{read['start_layer']},{read['end_layer']})",
-                f"[{read['start_head']},{read['end_head']})",
+                _heads(read),
                 contacts,
                 count,
             )

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rankbook import limits
 from rankbook.model import (
     Address,
     Compat,
@@ -28,6 +29,9 @@ _BLOCK_TOKENS = 16
 _HEADS = 8
 _HEAD_SIZE = 128
 _FIRST_PORT = 5600
+_PORT_BLOCKS = 4096
+"""A host of the benchmark range and one of these: enough places for a large fleet."""
+_HOSTNAME_CHARS = limits.MAX_ID_CHARS - len("-node-65535")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,8 @@ def make_records(
     layout = Layout(shape.pp_size, shape.tp_size, shape.num_layers)
     heads = max(1, _HEADS // shape.tp_size)
     factors = {"connector": "SimulatedConnector", "transfer_mode": "pull"}
-    first_host = int.from_bytes(_digest(engine_id)[:4], "big")
+    place = int.from_bytes(_digest(engine_id)[:8], "big")
+    first_host, first_port = place >> 32, _FIRST_PORT + place % _PORT_BLOCKS * _RANKS_PER_HOST
     records = []
     for rank, boot_id in enumerate(boot_ids):
         slot = Slot(pp_rank=rank // shape.tp_size, tp_rank=rank % shape.tp_size)
@@ -98,7 +103,7 @@ def make_records(
                     Address(
                         "zmq",
                         _host(first_host + host),
-                        _FIRST_PORT + rank % _RANKS_PER_HOST,
+                        first_port + rank % _RANKS_PER_HOST,
                         "side-channel",
                     ),
                 ),
@@ -106,7 +111,9 @@ def make_records(
                     "rankbook.simulated", 1, _payload(generation, rank, shape.payload_bytes)
                 ),
                 process=Process(
-                    boot_id=boot_id, hostname=f"{engine_id}-node-{host}", device=f"SIM-{rank}"
+                    boot_id=boot_id,
+                    hostname=f"{engine_id[:_HOSTNAME_CHARS]}-node-{host}",
+                    device=f"SIM-{rank}",
                 ),
                 labels={"simulated": "true"},
             )

@@ -122,6 +122,9 @@ def watch(
       rankbook watch --group prefill-a
       rankbook watch -o json | jq -r '.engine.engine_id + " " + .engine.state'
     """
+    if from_revision and not book_id:
+        # Another book's revisions say nothing of this one's: changes would be missed.
+        raise click.UsageError("--from-revision needs --book-id, the book it is a revision of")
     wanted = make_filter(group, role, states, model, labels, compat_hash, engine_id)
 
     async def follow() -> None:

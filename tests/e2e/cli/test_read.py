@@ -118,6 +118,12 @@ def test_engines_are_filtered_and_counted(cli: Any, publish: Any, make_record: A
     assert "no engine" in none.err
 
 
+def test_a_list_without_an_engine_says_whether_that_was_asked_for(cli: Any) -> None:
+    assert cli("engines").err.startswith("no engine is in namespace ")
+    asked = cli("engines", "--group", "g")
+    assert asked.err.startswith("no engine is as asked for in namespace ")
+
+
 def test_payloads_are_shown_only_where_they_are_asked_for(
     cli: Any, publish: Any, make_record: Any
 ) -> None:

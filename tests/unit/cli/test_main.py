@@ -67,6 +67,7 @@ def test_every_command_takes_the_output_flag_after_its_name() -> None:
         ["wait", "e", "--timeout", "soon", "-o", "json"],
         ["wait", "e", "--timeout", "-3s", "-o", "json"],
         ["--timeout", "0", "engines", "-o", "json"],
+        ["watch", "--from-revision", "5", "-o", "json"],
         ["register", "-f", "/nonexistent/r.json", "-o", "json"],
     ],
     ids=" ".join,
@@ -87,6 +88,13 @@ def test_wrong_usage_without_json_leaves_stdout_empty(capsys: pytest.CaptureFixt
     data, words = capsys.readouterr()
     assert data == ""
     assert "No such command 'bogus'" in words
+
+
+def test_choices_of_a_missing_argument_stand_on_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["completion"]) == 2
+    assert "Choose from: bash, zsh, fish. See: " in capsys.readouterr().err
 
 
 def test_a_bad_variable_is_exit_2_and_says_so_in_json(

@@ -81,6 +81,22 @@ def test_prose_is_broken_at_the_width_of_the_terminal() -> None:
     assert "SOME_RULE_OF_OURS" in data.getvalue()
 
 
+@pytest.mark.parametrize("unicode", [True, False])
+def test_words_that_have_no_room_beside_a_row_stand_below_it(unicode: bool) -> None:
+    table = Table([Column("RULE"), Column("VALUE"), Column("WHAT", prose=True)])
+    table.add(Text("RULE_ONE", style="red"), "v" * 40, "one two three " * 5)
+    table.add("RULE_TWO", "w", "")
+    out, data, _ = output(terminal=True, unicode=unicode, color=True, width=60)
+    out.table(table)
+    lines = data.getvalue().splitlines()
+    first = next(at for at, line in enumerate(lines) if "v" * 40 in line)
+    assert "RULE_ONE" in lines[first]
+    assert lines[first + 1] == "    one two three one two three one two three one two three"
+    assert lines[first + 2].strip() == "one two three"
+    assert lines[first + 3].startswith("RULE_TWO")
+    assert "WHAT" not in data.getvalue()
+
+
 def test_json_is_one_object_on_one_line_and_indented_on_a_terminal() -> None:
     out, data, _ = output("json")
     out.json({"b": 1, "a": [1, 2]})

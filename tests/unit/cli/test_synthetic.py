@@ -38,6 +38,16 @@ def test_no_two_workers_share_an_address_and_none_can_be_dialled() -> None:
     assert all(ipaddress.ip_address(host) in benchmarks for host, _ in places)
 
 
+def test_no_two_engines_of_a_large_fleet_share_an_address() -> None:
+    fleet = [made(Shape(group="fleet"), f"fleet-{number}")[0] for number in range(1000)]
+    assert len({(one.addresses[0].host, one.addresses[0].port) for one in fleet}) == 1000
+
+
+def test_an_engine_of_the_longest_name_is_one_the_registry_takes() -> None:
+    records = made(Shape(group="g" * 251, tp_size=16), f"{'g' * 251}-0")
+    limits.check_batch([convert.to_message(one, v1.WorkerRecord) for one in records], "default")
+
+
 def test_payloads_have_the_size_asked_for_and_differ_by_start() -> None:
     first, second = made(Shape(payload_bytes=100)), made(Shape(payload_bytes=100), generation="t2")
     assert first[0].handshake is not None

@@ -169,6 +169,14 @@ pp0 tp0   pp1 tp0     [20,30)  [0,4)  pp0-1 tp0          2
     assert plain(producers_table(plan)) == "PRODUCERS  WAIT FOR\npp0 tp0           1\n"
 
 
+def test_a_read_of_a_draft_layer_shows_no_heads() -> None:
+    rank = {"pp_rank": 0, "tp_rank": 0}
+    read = {**rank, "start_layer": 61, "end_layer": 62, "start_head": 0, "end_head": 0}
+    consumer = {**rank, "contact": [rank], "read": [read], "expected_completions": 1}
+    line = plain(consumers_table({"consumers": [consumer]})).splitlines()[1]
+    assert line.split() == ["pp0", "tp0", "pp0", "tp0", "[61,62)", "-", "pp0", "tp0", "1"]
+
+
 def test_an_event_says_what_changed_and_what_it_was(make_topology: Make, now: dt.datetime) -> None:
     before = make_topology([31, 30], 2).engine
     lost = make_topology([31, 30], 2, State.DEGRADED, gone=[Slot(1, 0, 1)])
