@@ -103,6 +103,7 @@ class Registry:
         self._next_sweep_s = 0.0
         self._retries = 0
         self._recovering = False
+        self._trouble = ""
         self._news = LivenessNews()
         self._closing = False
         self.revision = 0
@@ -312,6 +313,7 @@ class Registry:
         finally:
             in_flight, self._in_flight = self._in_flight, None
             in_flight.set_result(None)
+        self._trouble = failure.message
         self._log.error("a commit failed", error=failure.message)
         self._set_available(False)
         self._recovering = True
@@ -340,6 +342,7 @@ class Registry:
         try:
             await self._load()
         except Unavailable as error:
+            self._trouble = error.message
             self._log.warning("the store is away", error=error.message)
             return
         finally:
@@ -390,9 +393,11 @@ class Registry:
     # ------------------------------------------------------------------ errors
 
     def _store_away(self) -> Unavailable:
+        # Whoever is refused is told why: the log is on another machine.
+        why = f" ({self._trouble})" if self._trouble else ""
         return Unavailable(
-            f"the store {self._store.description} is away: what was acknowledged is kept, "
-            "try again later",
+            f"the store {self._store.description} is away{why}: nothing is taken until it is "
+            "back, try again later",
             reason=Reason.STORE_UNAVAILABLE,
             metadata={"store": self._store.description},
         )

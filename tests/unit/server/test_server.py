@@ -60,8 +60,12 @@ def test_readiness_goes_red_with_the_store_and_comes_back_and_liveness_stays() -
             live = await health.Check(health_pb2.HealthCheckRequest(service="live"))
             assert live.status == SERVING
             assert not server.is_ready
-            status = await registry.GetStatus(v1.GetStatusRequest(namespace="other"))
-            assert not status.store_available
+            for namespace in ("other", ""):
+                status = await registry.GetStatus(v1.GetStatusRequest(namespace=namespace))
+                assert not status.store_available
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await registry.GetTopology(v1.GetTopologyRequest(engine_id="kept"))
+            assert "unplugged" in (refused.value.details() or "")
             store_of(server).outage = ""
             assert (await ready.read()).status == SERVING
             reply = await registry.GetTopology(
