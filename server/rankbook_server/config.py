@@ -2,7 +2,8 @@
 
 A setting is a flag (`--max-sessions`), an environment variable
 (`RANKBOOK_MAX_SESSIONS`) and a line of the TOML file (`max_sessions = 100`);
-the first of these that is there wins, else the default does.
+the first of these that is there wins, else the default does. An empty variable
+counts as not set.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
             values[name], origins[name] = value, f"file {file}"
     for name in names:
         variable = f"{ENV_PREFIX}{name.upper()}"
-        if variable in environ:
+        if environ.get(variable):
             values[name], origins[name] = environ[variable], f"env {variable}"
     for name, value in flags.items():
         values[name], origins[name] = value, f"flag --{name.replace('_', '-')}"

@@ -123,7 +123,8 @@ class Server:
 
         Raises:
             ListenError: An address is in use or not this machine's.
-            BadRequest: A TLS file cannot be read or used.
+            BadRequest: A TLS file cannot be read or used, or the ready file
+                cannot be written.
             Unavailable: The store cannot be opened; the message says what to do.
         """
         web_socket = self._bind_web()
@@ -157,7 +158,14 @@ class Server:
             version=version(),
         )
         if self._settings.ready_file is not None:
-            self._write_ready(self._settings.ready_file)
+            try:
+                self._write_ready(self._settings.ready_file)
+            except (OSError, ValueError) as error:
+                await self.stop()
+                raise BadRequest(
+                    f"ready_file {self._settings.ready_file} cannot be written: {error}",
+                    metadata={"field": "ready_file", "value": str(self._settings.ready_file)},
+                ) from None
 
     def _bind_web(self) -> socket.socket | None:
         if self._settings.http == "off":

@@ -25,6 +25,13 @@ def test_a_setting_not_given_is_not_the_same_as_false(tmp_path: Path) -> None:
     assert not load({}, {"RANKBOOK_INSECURE": "false"}, file).settings.insecure
 
 
+def test_an_empty_variable_counts_as_not_set() -> None:
+    names = {f"RANKBOOK_{name.upper()}": "" for name in Settings.model_fields}
+    config = load({}, names, None)
+    assert config.settings == Settings()
+    assert set(config.origins.values()) == {"default"}
+
+
 def test_an_unrelated_variable_of_ours_is_left_alone() -> None:
     config = load({}, {"RANKBOOK_SERVER": "elsewhere:1", "RANKBOOK_TOKEN": "t"}, None)
     assert config.settings == Settings()

@@ -99,3 +99,18 @@ def test_an_address_of_another_machine_is_refused_and_the_store_is_let_go(tmp_pa
             assert server.is_ready
 
     asyncio.run(run())
+
+
+def test_a_ready_file_that_cannot_be_written_is_a_reason_not_to_start(tmp_path: Any) -> None:
+    (tmp_path / "file").write_text("in the way")
+    path = tmp_path / "file" / "ready.json"
+    store = f"sqlite:{tmp_path / 'book.db'}"
+
+    async def run() -> None:
+        with pytest.raises(BadRequest, match=r"file/ready\.json"):
+            async with serving(ready_file=path, store=store):
+                raise AssertionError("it serves, and nobody can know where")
+        async with serving(store=store):
+            pass
+
+    asyncio.run(run())
