@@ -231,12 +231,24 @@ class View:
         self._engines: dict[tuple[str, str], EngineView] = {}
         self._stale: set[tuple[str, str]] = set()
 
+    def __len__(self) -> int:
+        """Engines whose pieces are kept."""
+        return len(self._engines)
+
     def changed(self, namespace: str, engine_ids: Iterable[str], since: int) -> None:
         """Marks engines; see `registry.Listener`."""
+        engines = self._registry.book(namespace).engines
         for engine_id in engine_ids:
             key = (namespace, engine_id)
-            if key in self._engines:
+            if key not in self._engines:
+                continue
+            engine = engines.get(engine_id)
+            if engine is not None and engine.live:
                 self._stale.add(key)
+            else:
+                # Perhaps nobody reads it again: its payloads must not stay for that.
+                del self._engines[key]
+                self._stale.discard(key)
 
     def engine(self, namespace: str, engine_id: str) -> EngineView | None:
         """An engine that readers may see, tombstones included; None for another."""

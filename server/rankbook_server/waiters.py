@@ -35,7 +35,7 @@ class Waiters:
         return self._count
 
     async def engine(self, namespace: str, engine_id: str, timeout_s: float) -> bool:
-        """Waits for a change of an engine's state or start; False when time is up.
+        """Waits for `stir`, or a change of an engine's state or start; False when time is up.
 
         Raises:
             Overloaded: As many calls as the server may hold wait already.
@@ -51,15 +51,6 @@ class Waiters:
             Unavailable: The server is shutting down.
         """
         return await self._wait((namespace, "group", group), timeout_s)
-
-    async def drain(self, namespace: str, engine_id: str, timeout_s: float) -> bool:
-        """Waits for `stir` or a change of an engine; False when time is up.
-
-        Raises:
-            Overloaded: As many calls as the server may hold wait already.
-            Unavailable: The server is shutting down.
-        """
-        return await self._wait((namespace, "engine", engine_id), timeout_s)
 
     def stir(self, namespace: str, engine_id: str) -> None:
         """Wakes those that wait for an engine, for a change outside the book."""

@@ -196,9 +196,11 @@ class Service:
     async def _watch(self, data: bytes, context: Any) -> None:
         failure: RankbookError
         try:
-            self._check_open()
-            request = cast(v1.WatchRequest, self._parse(BY_FIELD["watch"], data))
-            with contextlib.closing(self._calls.hub.watch(request)) as watcher:
+            with boundary("Watch", self._clock.new_id):
+                self._check_open()
+                request = cast(v1.WatchRequest, self._parse(BY_FIELD["watch"], data))
+                opened = self._calls.hub.watch(request)
+            with contextlib.closing(opened) as watcher:
                 while True:
                     with boundary("Watch", self._clock.new_id):
                         message = await watcher.next()

@@ -336,7 +336,9 @@ class Session:
 
     async def _watch(self, entry: _Open) -> None:
         try:
-            with contextlib.closing(self._calls.hub.watch(entry.request)) as watcher:
+            with boundary("Watch", self._clock.new_id):
+                opened = self._calls.hub.watch(entry.request)
+            with contextlib.closing(opened) as watcher:
                 while True:
                     with boundary("Watch", self._clock.new_id):
                         message = await watcher.next()

@@ -6,9 +6,10 @@ import asyncio
 
 from rankbook import v1
 from rankbook.limits import MAX_REPLY_BYTES
+from rankbook_server.core.fold import BookLimits
 from rankbook_server.view import View
 
-from .support import Bench, registration, running
+from .support import Bench, registration, running, until
 
 
 def view_of(bench: Bench) -> View:
@@ -125,5 +126,27 @@ def test_an_answer_is_cut_where_a_part_is_full_and_loses_nothing() -> None:
             assert [t.HasField("engine") for t in topologies] == [True, False]
             ranks = [w.slot.tp_rank for t in topologies for w in t.workers]
             assert ranks == list(range(9))
+
+    asyncio.run(run())
+
+
+def test_of_an_engine_without_workers_nothing_is_kept_until_someone_asks() -> None:
+    async def run() -> None:
+        async with running(book=BookLimits(tombstone_ttl_s=5.0), sweep_s=1.0) as bench:
+            view = view_of(bench)
+            for name in ("gone", "stays"):
+                reply = await bench.register(name, tp_size=1)
+                assert view.engine("n", name) is not None
+                if name == "gone":
+                    lease = reply.lease.lease_id
+            request = v1.RevokeLeaseRequest(lease_id=lease)
+            await bench.registry.submit("r", "n", lambda book, now: book.revoke_lease(request, now))
+            assert len(view) == 1
+            tombstone = view.engine("n", "gone")
+            assert tombstone is not None
+            assert tombstone.engine.state == v1.STATE_GONE
+            await bench.pass_time(6.0)
+            await until(lambda: "gone" not in bench.registry.book("n").engines)
+            assert len(view) == 1
 
     asyncio.run(run())
