@@ -320,7 +320,7 @@ class Rule:
     retry: Retry
     """What may be done about it."""
     exit_code: int
-    """Exit code of the command line (DESIGN section 10)."""
+    """Exit code of the command line."""
 
 
 def _rules() -> dict[Reason, Rule]:

@@ -80,7 +80,7 @@ class LayerKind(_Name):
 
 
 class State(_Name):
-    """Life of an engine (DESIGN section 3)."""
+    """Life of an engine; the README's list of words says what each may be used for."""
 
     UNSPECIFIED = enum.auto()
     GONE = enum.auto()

@@ -1,7 +1,7 @@
 """One engine: the fold of its head and slots, and what follows from them.
 
 Everything that decides an engine's state is in this file. The state is the
-first line of this table that holds (DESIGN section 3):
+first line of this table that holds:
 
     GONE      no slot of the current epoch is live, or the epoch was evicted
     INVALID   a problem of severity ERROR: layers differ inside a stage,

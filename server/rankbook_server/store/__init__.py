@@ -3,10 +3,10 @@
 `url` builds a store from its URL, `base` says what a store promises.
 """
 
-from .base import Compacted, Liveness, Snapshot, Store
-from .memory import MemoryStore
-from .sqlite import SqliteStore
-from .url import default_path, open_store
+from rankbook_server.store.base import Compacted, Liveness, Snapshot, Store
+from rankbook_server.store.memory import MemoryStore
+from rankbook_server.store.sqlite import SqliteStore
+from rankbook_server.store.url import default_path, open_store
 
 __all__ = [
     "Compacted",

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from rankbook_server.core.ops import Commit, Put
-
-from .base import Compacted
+from rankbook_server.store.base import Compacted
 
 __all__ = ["MAX_HISTORY_BYTES", "MAX_HISTORY_COMMITS", "History"]
 

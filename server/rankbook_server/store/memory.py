@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 from rankbook.errors import Reason, Unavailable
 from rankbook_server.core.ops import Commit, Entry, Put, Txn
-
-from .base import Snapshot, check_txns, not_open
-from .history import MAX_HISTORY_BYTES, MAX_HISTORY_COMMITS, History
-from .liveness import LivenessTable
+from rankbook_server.store.base import Snapshot, check_txns, not_open
+from rankbook_server.store.history import MAX_HISTORY_BYTES, MAX_HISTORY_COMMITS, History
+from rankbook_server.store.liveness import LivenessTable
 
 __all__ = ["MemoryStore"]
 

@@ -28,12 +28,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankbook_server.core.ops import Commit, Txn
-
-from .base import Snapshot, check_txns, not_open
-from .history import MAX_HISTORY_BYTES, MAX_HISTORY_COMMITS, History
-from .liveness import LivenessTable
-from .sqlite_file import FileLock, connect, explain, open_book, refused
-from .sqlite_rows import Written, copy_log, read_all, read_revision, turn_log, write
+from rankbook_server.store.base import Snapshot, check_txns, not_open
+from rankbook_server.store.history import MAX_HISTORY_BYTES, MAX_HISTORY_COMMITS, History
+from rankbook_server.store.liveness import LivenessTable
+from rankbook_server.store.sqlite_file import FileLock, connect, explain, open_book, refused
+from rankbook_server.store.sqlite_rows import (
+    Written,
+    copy_log,
+    read_all,
+    read_revision,
+    turn_log,
+    write,
+)
 
 __all__ = ["CHECKPOINT_PAGES", "SqliteStore"]
 

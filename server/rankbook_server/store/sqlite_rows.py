@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankbook_server.core.ops import Commit, Compare, Entry, Put, Txn
-
-from .base import Snapshot
+from rankbook_server.store.base import Snapshot
 
 __all__ = ["Written", "copy_log", "read_all", "read_revision", "turn_log", "write"]
 

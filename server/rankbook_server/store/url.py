@@ -11,10 +11,9 @@ from urllib.parse import parse_qsl, unquote
 import platformdirs
 
 from rankbook.errors import BadRequest
-
-from .base import Store
-from .memory import MemoryStore
-from .sqlite import SqliteStore
+from rankbook_server.store.base import Store
+from rankbook_server.store.memory import MemoryStore
+from rankbook_server.store.sqlite import SqliteStore
 
 __all__ = ["default_path", "open_store"]
 
