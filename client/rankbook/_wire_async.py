@@ -89,6 +89,7 @@ class AsyncWire:
         policy, repeat = self._settings.retry, METHODS[call.method].repeat
         until = _clock.mono_s() + timeout_s
         attempt, waited = 0, 0.0
+        said: RankbookError | None = None
         while True:
             attempt += 1
             if attempt > 1:
@@ -107,7 +108,8 @@ class AsyncWire:
                     rng=random.random,
                 )
                 if delay is None or _clock.mono_s() + delay >= until:
-                    raise failure.error from None
+                    raise _rpc.to_caller(failure.error, said) from None
+                said = failure.error
             waited += delay
             await asyncio.sleep(delay)
 

@@ -91,6 +91,7 @@ class SyncWire:
         policy, repeat = self._settings.retry, METHODS[call.method].repeat
         until = _clock.mono_s() + timeout_s
         attempt, waited = 0, 0.0
+        said: RankbookError | None = None
         while True:
             attempt += 1
             if attempt > 1:
@@ -109,7 +110,8 @@ class SyncWire:
                     rng=random.random,
                 )
                 if delay is None or _clock.mono_s() + delay >= until:
-                    raise failure.error from None
+                    raise _rpc.to_caller(failure.error, said) from None
+                said = failure.error
             waited += delay
             if self._closed.wait(delay):
                 raise _rpc.closed()

@@ -7,6 +7,7 @@ never changes what it checks. All functions are pure and thread-safe.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -38,6 +39,7 @@ __all__ = [
     "MIN_TTL_S",
     "check_batch",
     "check_core",
+    "check_host",
     "check_id",
     "check_namespace",
     "check_record",
@@ -74,6 +76,7 @@ MAX_REPLY_BYTES = 3 * 1024 * 1024
 clients in other languages need no option."""
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,253}\Z")
+_HOST_NAME = re.compile(r"[^\s\x00-\x20\x7f/\\\[\]:@%?#]{1,253}\Z")
 _SHOWN_CHARS = 64
 _MAX_INSTANT_S = 253_402_300_799
 """The end of the year 9999, the last instant that a Timestamp may name."""
@@ -116,6 +119,34 @@ def check_id(field: str, value: str) -> str:
             metadata={"field": field, "value": _shown(value), "rule": _ID_RULE},
         )
     return value
+
+
+_HOST_RULE = "a host is a name or an IP literal; scheme and port have fields of their own"
+
+
+def check_host(field: str, value: str) -> str:
+    """Returns a host in its one form: no brackets, small letters, IPv6 as RFC 5952 writes it.
+
+    A name is not resolved. A zone (`fe80::1%eth0`) is kept as it is.
+
+    Raises:
+        BadRecord: It is neither a name nor an IP literal.
+    """
+    bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    if ":" not in bare:
+        if bare is not value or not _HOST_NAME.match(bare):
+            raise _bad(field, value, _HOST_RULE)
+        return bare.lower()
+    address, percent, zone = bare.partition("%")
+    try:
+        literal = ipaddress.IPv6Address(address)
+    except ValueError:
+        raise _bad(field, value, _HOST_RULE) from None
+    if percent and not _HOST_NAME.match(zone):
+        raise _bad(field, value, _HOST_RULE)
+    # Python's own text of a mapped address is not the same in every version.
+    mapped = literal.ipv4_mapped
+    return f"{f'::ffff:{mapped}' if mapped else literal.compressed}{percent}{zone}"
 
 
 def check_text(field: str, value: str, bound: int = MAX_TEXT_CHARS) -> str:
@@ -214,12 +245,11 @@ def _check_addresses(field: str, addresses: Sequence[v1.Address]) -> None:
     if len(addresses) > MAX_ADDRESSES:
         raise _over(field, len(addresses), MAX_ADDRESSES, "addresses")
     for address in addresses:
-        if not address.host:
-            raise _bad(f"{field}.host", address.host, "a host is a name or an IP literal")
         if address.port > 65_535:
             raise _bad(f"{field}.port", address.port, "0 to 65535")
         for name in ("scheme", "host", "label"):
             check_text(f"{field}.{name}", getattr(address, name), MAX_ID_CHARS)
+        check_host(f"{field}.host", address.host)
 
 
 def _check_process(field: str, process: v1.Process) -> None:

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankbook.errors import BadRequest, Reason
-from rankbook.limits import DEFAULT_NAMESPACE, DEFAULT_TTL_S, MAX_LABELS, MAX_TTL_S, MIN_TTL_S
+from rankbook.limits import (
+    DEFAULT_NAMESPACE,
+    DEFAULT_TTL_S,
+    MAX_LABELS,
+    MAX_TTL_S,
+    MIN_TTL_S,
+    check_host,
+)
 from rankbook.model import Address
 
 __all__ = ["DEFAULT_ENDPOINT", "Settings", "bare_host", "load"]
@@ -78,6 +85,25 @@ def _text(name: str, value: Any) -> str:
     return value.strip()
 
 
+def _host(name: str, value: Any) -> str:
+    text = _text(name, value)
+    try:
+        return check_host(name, text) if text else ""
+    except BadRequest:
+        raise _bad(name, value, "a host name or an IP literal") from None
+
+
+def _host_port(name: str, value: Any) -> str:
+    text = _text(name, value)
+    host, _, port = text.rpartition(":")
+    try:
+        if text:
+            check_host(name, host if host and port.isdecimal() else text)
+    except BadRequest:
+        raise _bad(name, value, "HOST:PORT, an IPv6 literal in brackets") from None
+    return text
+
+
 def _flag(name: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -129,8 +155,14 @@ def _labels(name: str, value: Any) -> Mapping[str, str]:
 
 
 def bare_host(host: str) -> str:
-    """A host without the brackets of an IPv6 literal."""
-    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    """A host in the form that the book keeps; what is no host stays as it is.
+
+    Two spellings of one host would be a difference between core and book.
+    """
+    try:
+        return check_host("host", host)
+    except BadRequest:
+        return host
 
 
 def _addresses(name: str, value: Any) -> tuple[Address, ...]:
@@ -145,7 +177,7 @@ def _addresses(name: str, value: Any) -> tuple[Address, ...]:
             address = Address(**item)
         except TypeError:
             raise _bad(name, item, rule) from None
-        found.append(dataclasses.replace(address, host=bare_host(address.host)))
+        found.append(dataclasses.replace(address, host=_host(f"{name}.host", address.host)))
     return tuple(found)
 
 
@@ -159,8 +191,8 @@ _READERS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
     "begin_timeout_s": (_between(0.1, 60), "RANKBOOK_BEGIN_TIMEOUT_S"),
     "register_timeout_s": (_between(0.1, 3600), "RANKBOOK_REGISTER_TIMEOUT_S"),
     "seal_timeout_s": (_between(0.1, 3600), "RANKBOOK_SEAL_TIMEOUT_S"),
-    "host": (_text, "RANKBOOK_HOST"),
-    "serving_address": (_text, "RANKBOOK_SERVING_ADDRESS"),
+    "host": (_host, "RANKBOOK_HOST"),
+    "serving_address": (_host_port, "RANKBOOK_SERVING_ADDRESS"),
     "addresses": (_addresses, ""),
     "labels": (_labels, "RANKBOOK_LABELS"),
     "token": (_text, "RANKBOOK_TOKEN"),

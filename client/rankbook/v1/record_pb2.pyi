@@ -481,8 +481,9 @@ class Address(google.protobuf.message.Message):
     scheme: builtins.str
     """Protocol, for example "zmq", "http" or "tcp"."""
     host: builtins.str
-    """Host name, IPv4 literal, or IPv6 literal without brackets (brackets are
-    taken off).
+    """Host name, IPv4 literal, or IPv6 literal without brackets. Kept in one
+    form: brackets are taken off, letters are small, IPv6 is as RFC 5952 writes
+    it. A scheme, a port or a path in it is refused.
     """
     port: builtins.int
     """Port, 1 to 65,535. Zero means that none is known."""

@@ -200,8 +200,8 @@ class Neighbours:
                 problem(
                     "DUPLICATE_ADDRESS",
                     v1.SEVERITY_WARNING,
-                    f"{host}:{port} is advertised by {slot_text(mine)} and by {slot_text(other)} "
-                    f"of {other_id}: two workers cannot listen on one port",
+                    f"{_place_text(host, port)} is advertised by {slot_text(mine)} and by "
+                    f"{slot_text(other)} of {other_id}: two workers cannot listen on one port",
                     host=host,
                     port=port,
                     slot=slot_text(mine),
@@ -210,3 +210,7 @@ class Neighbours:
                 )
             )
         return found
+
+
+def _place_text(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rankbook import v1
 from rankbook.errors import Conflict, LimitExceeded, Reason
-from rankbook.limits import MAX_ENGINE_BYTES
+from rankbook.limits import MAX_ENGINE_BYTES, check_host
 from rankbook_server.core.admission import holders_with
 from rankbook_server.core.engine import EngineState
 from rankbook_server.core.fold import BookFold
@@ -20,6 +21,7 @@ __all__ = [
     "check_size",
     "current_slot",
     "normal",
+    "normal_core",
     "record_digest",
     "slot_holder",
     "stored_worker",
@@ -43,10 +45,21 @@ def normal(book: BookFold, record: v1.WorkerRecord) -> v1.WorkerRecord:
     kept.layout.dcp_size = kept.layout.dcp_size or 1
     if kept.HasField("kv") and not kept.kv.physical_blocks_per_logical:
         kept.kv.physical_blocks_per_logical = 1
-    for address in kept.addresses:
-        if address.host.startswith("[") and address.host.endswith("]"):
-            address.host = address.host[1:-1]
+    _one_form(kept.addresses)
     return kept
+
+
+def normal_core(core: v1.CoreRecord) -> v1.CoreRecord:
+    """An engine core's record as it is kept."""
+    kept = v1.CoreRecord()
+    kept.CopyFrom(core)
+    _one_form(kept.addresses)
+    return kept
+
+
+def _one_form(addresses: Iterable[v1.Address]) -> None:
+    for address in addresses:
+        address.host = check_host("addresses.host", address.host)
 
 
 def check_declared(record: v1.WorkerRecord, head: v1.StoredEngine) -> None:

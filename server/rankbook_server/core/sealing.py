@@ -22,6 +22,7 @@ from rankbook_server.core.heads import copy_head
 from rankbook_server.core.keys import SlotKey, slot_key, slot_text
 from rankbook_server.core.leases import Granted, grant, kept_lease
 from rankbook_server.core.ops import Txn
+from rankbook_server.core.records import normal_core
 from rankbook_server.core.slots import seal_digest, seal_piece
 
 __all__ = ["seal"]
@@ -35,12 +36,13 @@ def seal(
     """Turns COMPLETE into READY where the core's view equals the book's."""
     check_sequence(request.sequence)
     check_core(request.core)
+    core = normal_core(request.core)
     engine = current_engine(book, request.engine_id, request.generation, request.epoch)
-    head, boot_id = engine.head, request.core.process.boot_id
+    head, boot_id = engine.head, core.process.boot_id
     seen = _seen(request, engine)
     digest = seal_digest([seal_piece(slot, *seen[slot]) for slot in sorted(seen)])
     stands = head.seal.number > 0 and head.seal.digest == digest and head.seal.boot_id == boot_id
-    same_core = head.core.live and head.core.record == request.core
+    same_core = head.core.live and head.core.record == core
     if _has_turn(book, engine, boot_id, request.sequence, now):
         if not (stands and same_core):
             raise refuse_reused(boot_id, request.sequence, "the core's record")
@@ -73,7 +75,7 @@ def seal(
         )
     told.core.CopyFrom(
         v1.StoredCore(
-            record=request.core,
+            record=core,
             lease_id=granted.lease_id,
             holders=holders_with(head.core.holders, boot_id, request.sequence),
             live=True,

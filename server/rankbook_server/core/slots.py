@@ -57,7 +57,9 @@ def _is_unreachable(host: str) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
-    return address.is_loopback or address.is_unspecified
+    # An IPv4 address in IPv6's clothes means what the IPv4 address does.
+    address = getattr(address, "ipv4_mapped", None) or address
+    return bool(address.is_loopback or address.is_unspecified)
 
 
 def fold_slot(stored: v1.StoredWorker, revision: int, slot: SlotKey) -> SlotState:

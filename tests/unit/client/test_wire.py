@@ -169,6 +169,22 @@ def test_a_passing_trouble_is_waited_out(fake, call):
     assert server.sessions == 1
 
 
+def test_a_deadline_that_cuts_a_wait_for_a_revision_says_what_was_waited_for(fake, call):
+    said = [v1.SessionResponse(status=failure("UNAVAILABLE", "REVISION_NOT_REACHED"))]
+
+    def answer(frame):
+        if not said:
+            return None
+        said[0].request_id = frame.request_id
+        return [said.pop()]
+
+    server = fake(answer)
+    with pytest.raises(rankbook.Unavailable) as caught:
+        call(server.address, "list_engines", min_revision=9, timeout_s=0.5)
+    assert caught.value.reason is rankbook.Reason.REVISION_NOT_REACHED
+    assert server.frames.qsize() >= 2
+
+
 def test_an_eviction_whose_commit_failed_may_have_happened(fake, call):
     def answer(frame):
         status = failure("UNAVAILABLE", "STORE_UNAVAILABLE")

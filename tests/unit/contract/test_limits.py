@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankbook import limits, v1
-from rankbook.errors import BadRequest, LimitExceeded
+from rankbook.errors import BadRecord, BadRequest, LimitExceeded
 
 
 def whole(**layout: int) -> v1.WorkerRecord:
@@ -174,3 +174,45 @@ def test_a_check_never_changes_what_it_checks() -> None:
     limits.check_batch([record], "default")
 
     assert record.SerializeToString(deterministic=True) == before
+
+
+@pytest.mark.parametrize(
+    ("spelled", "form"),
+    [
+        ("node-7", "node-7"),
+        ("Node-7.Example.ORG", "node-7.example.org"),
+        ("10.0.0.5", "10.0.0.5"),
+        ("[2001:DB8:0::1]", "2001:db8::1"),
+        ("::FFFF:10.0.0.5", "::ffff:10.0.0.5"),
+        ("::ffff:a00:5", "::ffff:10.0.0.5"),
+        ("fe80::1%Eth0", "fe80::1%Eth0"),
+    ],
+)
+def test_a_host_has_one_form(spelled: str, form: str) -> None:
+    assert limits.check_host("host", spelled) == form
+    assert limits.check_host("host", form) == form
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        "",
+        "[]",
+        "[node]",
+        "a b",
+        "a\n",
+        "a:1",
+        "[::1]:1",
+        "tcp://a",
+        "a/b",
+        "a@b",
+        "::1%",
+        "1::2::3",
+    ],
+)
+def test_what_is_no_host_is_refused_by_field_value_and_rule(spelled: str) -> None:
+    with pytest.raises(BadRecord) as caught:
+        limits.check_host("addresses.host", spelled)
+    assert caught.value.metadata["field"] == "addresses.host"
+    assert caught.value.metadata["value"] == repr(spelled)
+    assert "a name or an IP literal" in caught.value.metadata["rule"]

@@ -122,6 +122,16 @@ def test_an_address_that_moves_away_is_no_longer_shared() -> None:
     assert desk.problems() == []
 
 
+def test_one_address_in_two_spellings_is_one_and_shown_in_brackets() -> None:
+    desk = Desk()
+    desk.register(record(0, 0, host="2001:db8::1", port=5600))
+    desk.register(record(1, 0, host="[2001:DB8:0:0::1]", port=5600))
+
+    (problem,) = desk.engine().problems
+    assert problem.message.startswith("[2001:db8::1]:5600 is advertised by pp0 tp0")
+    assert (problem.metadata["host"], problem.metadata["port"]) == ("2001:db8::1", "5600")
+
+
 def test_an_address_without_a_port_is_shared_by_nobody() -> None:
     desk = Desk()
     desk.register(record(0, 0, host="10.0.0.1"))
@@ -131,7 +141,18 @@ def test_an_address_without_a_port_is_shared_by_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "127.0.0.1", "0.0.0.0", "::", "::1", "[::1]", "LOCALHOST", "127.8.9.1"]
+    "host",
+    [
+        "localhost",
+        "127.0.0.1",
+        "0.0.0.0",
+        "::",
+        "::1",
+        "[::1]",
+        "LOCALHOST",
+        "127.8.9.1",
+        "::ffff:127.0.0.1",
+    ],
 )
 def test_an_address_other_hosts_cannot_reach_is_flagged(host: str) -> None:
     desk = Desk()

@@ -24,6 +24,16 @@ def test_a_seal_answers_with_its_number_digest_and_lease() -> None:
     assert desk.engine().core.process.boot_id == "core"
 
 
+def test_a_cores_address_is_kept_in_one_form_and_repeats_as_it_was_sent() -> None:
+    desk = Desk()
+    desk.fill()
+    for _ in range(2):
+        desk.seal(address="[2001:DB8:0::1]")
+
+        assert [a.host for a in desk.engine().core.addresses] == ["2001:db8::1"]
+        assert desk.engine().seal.number == 1
+
+
 def test_a_seal_before_every_rank_is_here_names_the_missing() -> None:
     desk = Desk()
     desk.register(record(0, 0))

@@ -73,14 +73,20 @@ def test_an_unknown_key_is_an_error_that_names_it_and_the_known_ones():
         ("labels", {"zone": 1}),
         ("labels", {str(number): "" for number in range(65)}),
         ("addresses", "10.0.0.5"),
+        ("addresses.host", [{"scheme": "tcp", "host": "10.0.0.5:80"}]),
+        ("addresses.host", [{"scheme": "tcp", "host": 7}]),
         ("addresses", [{"host": "10.0.0.5"}]),
         ("addresses", [{"scheme": "tcp", "host": "10.0.0.5", "prot": 1}]),
         ("group", 7),
+        ("host", "10.0.0.5:8000"),
+        ("host", "node 7"),
+        ("serving_address", "http://10.0.0.5:8000"),
+        ("serving_address", "2001:db8::1"),
     ],
 )
 def test_a_value_that_its_key_does_not_take_is_an_error_that_names_the_key(name, value):
     with pytest.raises(BadRequest) as caught:
-        load({name: value}, {})
+        load({name.partition(".")[0]: value}, {})
     assert caught.value.metadata["field"] == name
 
 
@@ -97,7 +103,7 @@ def test_settings_that_are_no_object_are_an_error():
 def test_addresses_are_taken_as_given_and_in_order():
     given = [
         {"scheme": "rdma", "host": "192.168.7.1", "port": 18515, "label": "ib0"},
-        {"scheme": "tcp", "host": "2001:db8::1"},
+        {"scheme": "tcp", "host": "[2001:DB8:0::1]"},
     ]
     assert load({"addresses": given}, {}).addresses == (
         Address("rdma", "192.168.7.1", 18515, "ib0"),
