@@ -73,7 +73,14 @@ def doctor(invocation: Invocation, engine_id: str | None) -> None:
             client_version=rankbook.__version__,
             now=invocation.now,
         )
-        topologies = _read(client)
+        try:
+            topologies = _read(client)
+        except Unavailable as away:
+            if status.store_available:
+                raise
+            # What was found of the registry says why nothing can be read.
+            _report(invocation, found, status, 0, away)
+            raise Reported(away) from away
         if engine_id is not None and all(
             topology.engine.engine_id != engine_id for topology in topologies
         ):
@@ -177,11 +184,12 @@ def _report(
         return
     lines: list[str | Text] = []
     if status is not None:
-        lines.append(
+        looked = (
             f"registry {','.join(invocation.settings.endpoints)}: rankbookd {status.version}, "
             f"{status.store}, revision {status.book_revision}; "
             f"{engines} engine{'' if engines == 1 else 's'} looked at"
         )
+        lines += wrapped(Text(looked), out.width)
     for finding in found:
         style = _LOOKS.get(finding.severity, "")
         lines += [

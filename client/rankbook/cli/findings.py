@@ -139,7 +139,8 @@ def registry_findings(
                 Severity.ERROR,
                 name,
                 f"{status.store} takes no writes now",
-                "No worker can sign in; what is in the book can still be read.",
+                "No worker can sign in, and where a write was under way nothing can be read. "
+                "Nobody expires meanwhile.",
                 "Look at the server's log; free the disk, or bring the store back.",
             )
         )

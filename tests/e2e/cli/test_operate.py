@@ -83,6 +83,26 @@ def test_a_black_hole_is_reported_too(cli_for: Any) -> None:
     assert "SERVER_UNREACHABLE" in findings(shown)
 
 
+def test_a_book_that_is_deleted_under_the_server_is_named_by_every_command(
+    rankbookd: Any, cli_for: Any, tmp_path: Path, make_record: Any
+) -> None:
+    book = tmp_path / "book.db"
+    cli = cli_for(rankbookd(store=f"sqlite:{book}").grpc)
+    publish = ("register", "-f", "-", "-o", "json")
+    assert cli(*publish, stdin=json.dumps(make_record())).code == 0
+    book.unlink()
+    refused = cli(*publish, stdin=json.dumps(make_record(engine_id="d")))
+    for shown in (refused, cli("engines", "-o", "json")):
+        assert shown.code == 4
+        assert shown.json["error"]["reason"] == "STORE_UNAVAILABLE"
+        assert "moved or deleted" in shown.json["error"]["message"]
+    status = cli("status", "-o", "json")
+    assert (status.code, status.json["store_available"]) == (0, False)
+    doctor = cli("doctor", "-o", "json")
+    assert doctor.code == 4
+    assert findings(doctor)["STORE_AWAY"]["severity"] == "ERROR"
+
+
 def test_made_up_engines_are_real_ones_and_leave_nothing_behind(cli: Any) -> None:
     simulated = cli.start(
         *("simulate", "--pp", "4", "--tp", "2", "--layers", "61", "--engines", "3", "-o", "json")
