@@ -1,5 +1,7 @@
 """The README's promises: its tour runs as written, its claims name what is there."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -8,12 +10,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from rankbook.errors import BadRequest
+from rankbook_vllm.config import Settings, load
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BIN = Path(sys.executable).parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("deploy/**/*.md"), *ROOT.glob("vllm_integration/*.md")]
 TOUR = re.findall(r"<!-- tour -->\n```console\n(.*?)```", README, re.S)
 
 
@@ -157,11 +164,38 @@ def test_the_python_example_runs_against_a_server(
 
 def test_every_file_the_documents_link_to_is_there() -> None:
     broken = []
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("deploy/**/*.md")]:
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             if not (page.parent / target).exists():
                 broken.append(f"{page.name}: {target}")
     assert broken == []
+
+
+def _connector_settings(text: str) -> list[dict[str, Any]]:
+    """Every `"rankbook": {...}` that a page or a docstring shows."""
+    found = re.findall(r'"rankbook": (\{.*?\})', text, re.S)
+    return [json.loads(re.sub(r"\s+", " ", one)) for one in found]
+
+
+def test_every_connector_configuration_that_is_shown_is_one_that_loads() -> None:
+    pages = [*PAGES, *ROOT.glob("vllm_integration/rankbook_vllm/*.py")]
+    shown = [one for page in pages for one in _connector_settings(page.read_text())]
+    assert len(shown) >= 3
+    for settings in shown:
+        assert load(settings, {}).group == "prefill-a"
+
+
+def test_the_table_of_connector_settings_is_the_table_that_is_read() -> None:
+    page = (ROOT / "vllm_integration/README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? ?\|", page, re.M)
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    assert {name for name, _ in rows} == fields
+    for name, variable in rows:
+        if not variable:
+            continue
+        # A value that no setting takes is refused by the name it came under.
+        with contextlib.suppress(BadRequest):
+            assert load({}, {variable: "x"}) != Settings(), name
 
 
 def test_every_make_target_the_documents_name_exists() -> None:
