@@ -5,6 +5,7 @@ Nothing of gRPC's own gets past here: a caller sees `rankbook.errors` only.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -97,6 +98,7 @@ def multicallable(channel: Any, name: str, kind: str) -> Any:
 
 
 _SERVICE = "rankbook.v1.Registry"
+_LOOKUP = re.compile(r"lookup failed for \S+: ([^\]]+)")
 
 
 def _code_and_details(problem: Any) -> tuple[str, str, bytes | None]:
@@ -142,6 +144,11 @@ def why_no_registry(problem: Any) -> str | None:
 
 def _plain(code: str, text: str) -> str:
     """gRPC's text without what only its authors need to know."""
+    if "Failed parsing HTTP/2" in text or "http1.x" in text:
+        return "what listens there speaks no gRPC: a web server, or rankbookd's own --http port"
+    lookup = _LOOKUP.search(text)
+    if lookup is not None:
+        return f"the name cannot be looked up ({lookup[1]})"
     cause = text.rpartition("to remote host: ")[2].rpartition("last error: ")[2]
     cause = cause.removeprefix("UNKNOWN: ").removeprefix("connect: ")
     return cause if code == "UNAVAILABLE" and cause else f"{code}: {text}".removesuffix(": ")
@@ -155,6 +162,8 @@ def is_unimplemented(problem: Any) -> bool:
 
 def unreachable(endpoints: tuple[Endpoint, ...], waited_s: float, cause: str) -> Unavailable:
     """No endpoint answered."""
+    if len(endpoints) == 1:
+        cause = cause.removeprefix(f"{endpoints[0]}: ")
     return Unavailable(
         f"no registry answers at {shown(endpoints)}"
         + (f": {cause}" if cause else "")

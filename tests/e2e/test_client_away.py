@@ -80,6 +80,25 @@ def test_nobody_there_is_said_well_before_the_deadline(nobody):
         assert took < 5
 
 
+def test_who_or_what_is_not_there_is_said_once_and_in_words(rankbookd, nobody):
+    server = rankbookd()
+    reached = {
+        nobody: f"no registry answers at {nobody}: Connection refused; is rankbookd running",
+        server.http: f"no registry answers at {server.http}: what listens there speaks no gRPC",
+        "no-such-host.invalid:7420": "the name cannot be looked up (",
+    }
+    for endpoint, words in reached.items():
+        with rankbook.Client(endpoint, timeout_s=5) as client:
+            error, _ = timed(client.status)
+        assert words in error.message
+        assert error.message.count(endpoint) == 1
+    both = f"{nobody},{server.http}"
+    with rankbook.Client(both, timeout_s=5) as client:
+        error, _ = timed(client.status)
+    # Of several, each has its own cause.
+    assert f"{nobody}: Connection refused; {server.http}: what listens there" in error.message
+
+
 def test_nobody_there_is_said_by_a_watch_too(nobody):
     with rankbook.Client(nobody, timeout_s=1) as client:
         error, took = timed(lambda: next(client.watch()))
