@@ -1,7 +1,7 @@
 """Which process is connected to which engine, as the processes report it.
 
 Kept in memory only, and only for a while: a report is worth nothing once its
-process is gone. Bounded by the number of reporters and of peers in a report.
+process is gone. Bounded by the number of reporters, and of connections in all reports.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from rankbook.errors import LimitExceeded, Overloaded, Reason
 from rankbook.limits import MAX_PEERS, check_id
 from rankbook_server.core.decision import Instant
 
-__all__ = ["FORGET_S", "Peers", "drain_outcome"]
+__all__ = ["FORGET_S", "MAX_CONNECTIONS", "Peers", "drain_outcome"]
 
 FORGET_S = 30.0
 """A report that is not repeated counts for so long, in seconds."""
+MAX_CONNECTIONS = 500_000
+"""Most connections in all reports together: some 350 MB at the longest names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,16 @@ class _Report:
 class Peers:
     """The latest report of each process. For one event loop."""
 
-    def __init__(self, max_reporters: int) -> None:
+    def __init__(self, max_reporters: int, max_connections: int = MAX_CONNECTIONS) -> None:
+        """Begins without any.
+
+        Args:
+            max_reporters: Most processes whose reports are held.
+            max_connections: Most connections in all reports together.
+        """
         self._max = max_reporters
+        self._max_connections = max_connections
+        self._connections = 0
         # Oldest first: a repeat moves its process to the end.
         self._reports: OrderedDict[tuple[str, str], _Report] = OrderedDict()
         self._flying: dict[tuple[str, str, str], int] = {}
@@ -41,7 +51,8 @@ class Peers:
         Raises:
             BadRequest: An id in it is no id.
             LimitExceeded: It names too many peers.
-            Overloaded: As many processes as the server may hold report already.
+            Overloaded: As many processes, or connections, as the server may
+                hold are reported already.
         """
         boot_id = check_id("boot_id", request.boot_id)
         if len(request.peers) > MAX_PEERS:
@@ -63,8 +74,18 @@ class Peers:
                 reason=Reason.TOO_MANY_CALLS,
                 metadata={"limit": "reporters", "bound": self._max},
             )
+        before = self._reports.get(key)
+        held = self._connections - (len(before.peers) if before is not None else 0)
+        if peers and held + len(peers) > self._max_connections:
+            raise Overloaded(
+                f"{held} connections are reported already, and {len(peers)} more would be over "
+                f"the {self._max_connections} this server holds: try again later",
+                reason=Reason.TOO_MANY_CALLS,
+                metadata={"limit": "reported connections", "bound": self._max_connections},
+            )
         changed |= self._take_out(key)
         self._reports[key] = _Report(now.mono_s + FORGET_S, peers)
+        self._connections += len(peers)
         for (engine_id, generation), count in peers.items():
             if count:
                 self._add(namespace, engine_id, generation, count)
@@ -93,6 +114,7 @@ class Peers:
         report = self._reports.pop(key, None)
         if report is None:
             return set()
+        self._connections -= len(report.peers)
         for (engine_id, generation), count in report.peers.items():
             if count:
                 self._add(key[0], engine_id, generation, -count)

@@ -87,3 +87,19 @@ def test_an_engine_that_is_gone_or_not_draining_waits_for_nobody() -> None:
     ready = v1.Engine(state=v1.STATE_READY)
     none = drain_outcome(ready, 9, reports_complete=True, unix_s=0.0)
     assert none == v1.DRAIN_OUTCOME_UNSPECIFIED
+
+
+def test_the_connections_of_all_reports_together_are_bounded() -> None:
+    peers = Peers(10, max_connections=5)
+    peers.report(report("a", 1, 1, 1), "n", at(0))
+    peers.report(report("b", 1, 1), "n", at(0))
+    with pytest.raises(Overloaded) as over:
+        peers.report(report("c", 1), "n", at(1))
+    assert over.value.metadata["bound"] == "5"
+    # What was refused changed nothing, and a process may always tell less.
+    assert peers.in_flight("n", "e", "g0") == 2
+    peers.report(report("a", 0), "n", at(1))
+    peers.report(report("c", 1, 1), "n", at(1))
+    # The room of a report that ran out is free again.
+    peers.report(report("d", 1, 1, 1, 1, 1), "n", at(2 + FORGET_S))
+    assert len(peers) == 1
