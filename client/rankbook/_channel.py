@@ -41,8 +41,10 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.min_reconnect_backoff_ms", int(CONNECT_TIMEOUT_S * 1000)),
     ("grpc.initial_reconnect_backoff_ms", int(CONNECT_TIMEOUT_S * 1000)),
     # A silent peer is noticed in 15 s; servers of rankbook allow a ping every 5 s.
+    # Without the ping's own timeout gRPC waits a minute for the answer.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     # A shared subchannel that waits out its backoff would hold up the next attempt.
     ("grpc.use_local_subchannel_pool", 1),
