@@ -138,6 +138,9 @@ class AsyncWire:
             return Answer(outcome.parts, sent_s, _clock.perf_s())
         if self._closed or connection.error is None:
             raise _rpc.closed()
+        if connection.unary:
+            # That no session is carried is no failure of this call: it has not left yet.
+            return await self._unary(connection, call, until)
         raise Failure(connection.error, sent=outcome.sent)
 
     def _attempt_until(self, call: Call, now: float, until: float) -> float:

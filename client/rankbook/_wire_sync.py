@@ -144,6 +144,9 @@ class SyncWire:
             return Answer(outcome.parts, sent_s, _clock.perf_s())
         if outcome is None or connection.error is None:
             raise _rpc.closed()
+        if connection.unary:
+            # That no session is carried is no failure of this call: it has not left yet.
+            return self._unary(connection, call, until)
         raise Failure(connection.error, sent=outcome.sent)
 
     def _attempt_until(self, call: Call, now: float, until: float) -> float:
