@@ -54,7 +54,7 @@ class RegistrationChange:
 def change_of(notice: dict[str, Any]) -> RegistrationChange:
     """The change that a notice of kind "state" tells of."""
     return RegistrationChange(
-        state=RegistrationState(notice["phase"]),
+        state=RegistrationState(notice["state"]),
         registered=registered_from_json(notice.get("registered")),
         sealed=sealed_from_json(notice.get("sealed")),
         error=error_from_json(notice.get("error")),

@@ -25,6 +25,8 @@ __all__ = [
     "Settings",
     "parse_endpoint",
     "parse_endpoints",
+    "shown",
+    "target",
 ]
 
 DEFAULT_PORT = 7420
@@ -212,6 +214,13 @@ class Settings:
             namespace = os.environ.get("RANKBOOK_NAMESPACE", "")
         if token is None:
             token = os.environ.get("RANKBOOK_TOKEN") or None
+        if token is not None and not (token.isascii() and token.isprintable()):
+            # gRPC refuses such a header in words that name neither the cause nor the remedy.
+            raise BadRequest(
+                "the token has a character that no header carries: it is printable ASCII, and a "
+                "file's last line end is not part of it",
+                metadata={"field": "token", "value": "(not shown)", "rule": "printable ASCII"},
+            )
         return cls(
             endpoints=parse_endpoints(endpoints),
             namespace=limits.check_namespace(namespace),

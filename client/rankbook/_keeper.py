@@ -2,8 +2,9 @@
 
 Theory of operation. A keeper holds what its owner wishes (records, seal, TTL)
 and what the book last said (lease, epochs, digests). `next_step` compares the
-two and names one thing to do; its shell does it and reports with `done` or
-`failed`. Nothing else decides.
+two and names one thing to do; its shell does it and reports how it went, with
+`registered_as`, `updated`, `sealed_as`, `renewed` or `failed`. Nothing else
+decides.
 
     PENDING ----registered----> REGISTERED <---registered--- SUSPENDED
        |                            |  no answer, lease lost ----^
@@ -27,13 +28,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankbook import v1
+from rankbook._change import RegistrationState
 from rankbook._replies import ClockOffset, RenewReply, Updated
 from rankbook._retry import RetryPolicy, backoff_s
 from rankbook._scripts import batches
 from rankbook.errors import BadRequest, Fenced, RankbookError, Reason, Refused, Retry
 from rankbook.model import Lease, LeaseState, Registered, Sealed, Slot
 
-__all__ = ["HEARTBEAT_RETRY", "Keeper", "Phase", "Seal", "Step", "StepKind", "slot_of"]
+__all__ = ["HEARTBEAT_RETRY", "Keeper", "Seal", "Step", "StepKind", "place_of", "slot_of"]
 
 HEARTBEAT_RETRY = RetryPolicy(
     attempts=1, initial_s=0.05, multiplier=2.0, max_s=0.6, jitter=0.3, budget_s=0.0
@@ -46,16 +48,6 @@ _SLOW_RETRY_S = 5.0
 _SEQUENCE_LEAP = 1_000_000
 _SEQUENCE_REFUSALS = 5
 _CLOCK_SAMPLES = 8
-
-
-class Phase(enum.StrEnum):
-    """What a holder may believe of its own records."""
-
-    PENDING = "PENDING"
-    REGISTERED = "REGISTERED"
-    SUSPENDED = "SUSPENDED"
-    FENCED = "FENCED"
-    STOPPED = "STOPPED"
 
 
 class StepKind(enum.Enum):
@@ -122,7 +114,8 @@ def slot_of(record: v1.WorkerRecord) -> Slot:
     return Slot(record.slot.pp_rank, record.slot.pcp_rank, record.slot.tp_rank)
 
 
-def _key(record: v1.WorkerRecord) -> tuple[str, str, Slot]:
+def place_of(record: v1.WorkerRecord) -> tuple[str, str, Slot]:
+    """What one registration has one record of: engine, generation and slot."""
     return (record.engine_id, record.generation, slot_of(record))
 
 
@@ -156,7 +149,7 @@ class Keeper:
             rng: Gives a number in [0, 1), for jitter.
             retry: How soon a failed step is tried again.
         """
-        self._cells = {_key(record): _Cell(record) for record in records}
+        self._cells = {place_of(record): _Cell(record) for record in records}
         self._ttl_s = ttl_s
         self._ttl_asked = ttl_s
         self._sequence = sequence
@@ -174,7 +167,7 @@ class Keeper:
         self._seal_not_before_s = 0.0
         self._seal_failures = 0
         self._clocks: list[ClockOffset] = []
-        self.phase = Phase.PENDING
+        self.state = RegistrationState.PENDING
         self.lease: Lease | None = None
         self.registered: Registered | None = None
         self.sealed: Sealed | None = None
@@ -183,16 +176,15 @@ class Keeper:
         self.update_error: RankbookError | None = None
         self.book_id = ""
         self.boot_id = ""
-        self.restarts_seen = 0
 
     # ----------------------------------------------------------------- wishes
 
     def update(self, record: v1.WorkerRecord) -> None:
         """Wishes for another record in its slot."""
         self.update_error = None
-        cell = self._cells.get(_key(record))
+        cell = self._cells.get(place_of(record))
         if cell is None:
-            self._cells[_key(record)] = _Cell(record)
+            self._cells[place_of(record)] = _Cell(record)
         else:
             cell.record, cell.withdrawn = record, False
             cell.version += 1
@@ -221,8 +213,8 @@ class Keeper:
 
     def stop(self, error: RankbookError | None = None) -> None:
         """Ends the keeping, for a reason or because its owner wishes so."""
-        if self.phase is not Phase.FENCED:
-            self.phase, self.error = Phase.STOPPED, error
+        if self.state is not RegistrationState.FENCED:
+            self.state, self.error = RegistrationState.STOPPED, error
 
     def hurry(self) -> None:
         """The connection broke: look at once whether the lease still lives."""
@@ -238,7 +230,7 @@ class Keeper:
     @property
     def ended(self) -> bool:
         """Whether nothing more is done."""
-        return self.phase in (Phase.FENCED, Phase.STOPPED)
+        return self.state in (RegistrationState.FENCED, RegistrationState.STOPPED)
 
     @property
     def settled(self) -> bool:
@@ -285,7 +277,7 @@ class Keeper:
         undone = [cell for cell in self._cells.values() if not cell.entered]
         if undone:
             batch = next(batches([self._wished(cell) for cell in undone]))
-            marks = tuple((_key(r), self._cells[_key(r)].version) for r in batch)
+            marks = tuple((place_of(r), self._cells[place_of(r)].version) for r in batch)
             return Step(
                 StepKind.REGISTER,
                 sequence=self._number(),
@@ -350,7 +342,7 @@ class Keeper:
         self._sequence_refusals = 0
         self._refresh(reply)
         if all(cell.entered for cell in self._cells.values()):
-            self.phase = Phase.REGISTERED
+            self.state = RegistrationState.REGISTERED
 
     def updated(self, step: Step, reply: Updated, now: float) -> None:
         """An update was accepted."""
@@ -373,7 +365,7 @@ class Keeper:
             self._epochs[step.seal.engine_id, step.seal.generation] = reply.epoch
         self.sealed = reply
         if not self._cells:
-            self.phase = Phase.REGISTERED
+            self.state = RegistrationState.REGISTERED
 
     def renewed(self, reply: RenewReply, now: float) -> None:
         """A renewal was answered: by what the book says of the lease."""
@@ -394,7 +386,7 @@ class Keeper:
             self._ttl_asked = self._ttl_s
             self._schedule_renewal(now)
             if all(cell.entered for cell in self._cells.values()):
-                self.phase = Phase.REGISTERED
+                self.state = RegistrationState.REGISTERED
         else:
             self._lose_lease()
 
@@ -402,7 +394,7 @@ class Keeper:
         """A step came to an error."""
         self._failures += 1
         if isinstance(error, Fenced):
-            self.phase, self.error = Phase.FENCED, error
+            self.state, self.error = RegistrationState.FENCED, error
             return
         if step.kind is StepKind.SEAL and error.retry is not Retry.BACKOFF:
             self._seal_failed(error, now)
@@ -422,13 +414,13 @@ class Keeper:
             self._sequence += _SEQUENCE_LEAP * self._sequence_refusals
             self._step = None
             if self._sequence_refusals > _SEQUENCE_REFUSALS:
-                self.phase = Phase.STOPPED
+                self.state = RegistrationState.STOPPED
         elif error.retry is Retry.NEVER:
             if step.kind is not StepKind.RENEW and _refused_for_good(error):
-                self.phase = Phase.STOPPED
+                self.state = RegistrationState.STOPPED
             wait = min(_SLOW_RETRY_S, self._ttl_s / 4)
-        if self.phase is Phase.REGISTERED:
-            self.phase = Phase.SUSPENDED
+        if self.state is RegistrationState.REGISTERED:
+            self.state = RegistrationState.SUSPENDED
         self._not_before_s = now + wait
 
     def _seal_failed(self, error: RankbookError, now: float) -> None:
@@ -461,8 +453,6 @@ class Keeper:
 
     def _note_server(self, boot_id: str, book_id: str) -> bool:
         """Takes who answered; True when the book is another one than before."""
-        if self.boot_id and boot_id != self.boot_id:
-            self.restarts_seen += 1
         lost = bool(self.book_id and book_id and book_id != self.book_id)
         self.boot_id = boot_id or self.boot_id
         self.book_id = book_id or self.book_id
@@ -478,11 +468,11 @@ class Keeper:
             cell.entered = False
         if self._seal is not None and not self._seal_given_up:
             self._seal_done = False
-        if self.phase is Phase.REGISTERED:
-            self.phase = Phase.SUSPENDED
+        if self.state is RegistrationState.REGISTERED:
+            self.state = RegistrationState.SUSPENDED
 
     def _fence(self, replaced_by: Any) -> None:
-        self.phase = Phase.FENCED
+        self.state = RegistrationState.FENCED
         metadata = {}
         words = "the lease was fenced: a newer start of the engine took over, or it was evicted"
         if replaced_by is not None:

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rankbook import _clock, v1
+from rankbook._change import RegistrationState
 from rankbook._channel import TLS
-from rankbook._keeper import Keeper, Phase, Seal, Step, StepKind
+from rankbook._keeper import Keeper, Seal, Step, StepKind
 from rankbook._notices import error_from_json, error_to_json, registered_to_json, sealed_to_json
 from rankbook._pipe import decode_bytes
 from rankbook._replies import ClockOffset
@@ -185,7 +186,7 @@ class Keeping:
     def _tell(self) -> None:
         keeper = self._keeper
         state: Json = {
-            "phase": keeper.phase.value,
+            "state": keeper.state.value,
             "applied": self._applied,
             "settled": keeper.settled,
             "seal_settled": keeper.seal_settled,
@@ -226,7 +227,8 @@ class Keeping:
     def _revoke(self, known: str, until: float) -> str:
         lease_id = self._keeper.lease_id
         left = until - _clock.mono_s()
-        if not lease_id or lease_id == known or left <= 0 or self._keeper.phase is Phase.FENCED:
+        fenced = self._keeper.state is RegistrationState.FENCED
+        if not lease_id or lease_id == known or left <= 0 or fenced:
             return lease_id
         try:
             self._client.revoke_lease(lease_id, timeout_s=left)

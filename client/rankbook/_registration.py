@@ -22,6 +22,7 @@ from rankbook import _clock, _ids, limits, v1
 from rankbook._change import RegistrationChange, RegistrationState, change_of
 from rankbook._channel import Settings
 from rankbook._heartbeat import TERMINATED
+from rankbook._keeper import place_of, slot_of
 from rankbook._notices import error_to_json
 from rankbook._pipe import LineReader, encode_bytes, encode_line
 from rankbook._replies import ClockOffset
@@ -132,7 +133,7 @@ class Registration:
         self._records = {}
         for record in records:
             message = self._checked(record)
-            self._records[_place(message)] = message
+            self._records[place_of(message)] = message
         if len(self._records) != len(records):
             raise BadRequest(
                 "records fill one slot twice",
@@ -237,8 +238,8 @@ class Registration:
         """
         message = self._checked(record)
         with self._cond:
-            self._records[_place(message)] = message
-            self._withdrawn.discard(_slot(message))
+            self._records[place_of(message)] = message
+            self._withdrawn.discard(slot_of(message))
         self._submit({"op": "update", "record": encode_bytes(message.SerializeToString())})
 
     def withdraw(self, slot: Slot) -> None:
@@ -248,7 +249,7 @@ class Registration:
             BadRequest: This registration has no record in the slot.
         """
         with self._cond:
-            if all(_slot(record) != slot for record in self._records.values()):
+            if all(slot_of(record) != slot for record in self._records.values()):
                 raise BadRequest(
                     f"{slot} is none of this registration's slots",
                     metadata={"field": "slot", "value": str(slot), "rule": "a published slot"},
@@ -483,8 +484,8 @@ class Registration:
                 f"the heartbeat process ended with {process.returncode}; another is being started",
                 metadata={"code": process.returncode},
             )
-            phase = self._phase_without_process()
-            self._take("state", {**self._notice, "phase": phase, "error": error_to_json(ended)})
+            state = self._state_without_process()
+            self._take("state", {**self._notice, "state": state, "error": error_to_json(ended)})
             if _clock.mono_s() - started > _RESPAWN_S[1]:
                 wait = _RESPAWN_S[0]
             with self._cond:
@@ -492,7 +493,7 @@ class Registration:
                     return
             wait = min(wait * 2, _RESPAWN_S[1])
 
-    def _phase_without_process(self) -> str:
+    def _state_without_process(self) -> str:
         registered = self.state is RegistrationState.REGISTERED
         return (RegistrationState.SUSPENDED if registered else self.state).value
 
@@ -553,11 +554,3 @@ class Registration:
             self._on_change(change)
         except Exception:  # noqa: BLE001 - a fault of the caller's must not end the keepalive
             _log.exception("on_change of a registration raised")
-
-
-def _slot(record: v1.WorkerRecord) -> Slot:
-    return Slot(record.slot.pp_rank, record.slot.pcp_rank, record.slot.tp_rank)
-
-
-def _place(record: v1.WorkerRecord) -> tuple[str, str, Slot]:
-    return (record.engine_id, record.generation, _slot(record))

@@ -29,9 +29,10 @@ Callback = Callable[[WatchEvent], None]
 class TopologyView:
     """A copy of the engines that a filter matches, kept by a watch in a thread.
 
-    Look-ups take no lock, do no I/O, and answer while the registry is away.
-    Every snapshot is of one moment of the book. Safe to use from many threads,
-    and from an event loop, whose thread it never holds up.
+    Look-ups take no lock, do no I/O, and answer while the registry is away, so
+    they are made from an event loop as well; `wait_synced` and `close` wait, and
+    are not. Every snapshot is of one moment of the book. Safe to use from many
+    threads.
     """
 
     def __init__(
@@ -92,7 +93,10 @@ class TopologyView:
         self.close()
 
     def close(self) -> None:
-        """Ends the watch; look-ups go on answering from the last copy. Twice is fine."""
+        """Ends the watch, within a second; look-ups go on answering from the last copy.
+
+        Twice is fine.
+        """
         with self._cond:
             watch, thread = self._watch, self._thread
         if watch is not None:
@@ -101,11 +105,12 @@ class TopologyView:
             thread.join(1.0)
 
     def wait_synced(self, timeout_s: float) -> None:
-        """Waits until the view has had the whole state once.
+        """Waits until the view has had the whole state once, at most `timeout_s` seconds.
 
         Raises:
             Unavailable: No registry was reached by the deadline.
             DeadlineExceeded: The deadline passed.
+            BadRequest: The view was closed.
             RankbookError: The registry refuses the watch.
         """
         with self._cond:
@@ -115,7 +120,10 @@ class TopologyView:
             if self._error is not None:
                 raise self._error
             if self._over:
-                raise BadRequest("the view was closed before it was synced")
+                raise BadRequest(
+                    "the view was closed before it was synced: make another one",
+                    metadata={"field": "view", "value": "closed", "rule": "open"},
+                )
             raise DeadlineExceeded(
                 f"the view is not synced within {timeout_s:g} s; it goes on in the background",
                 metadata={"timeout_s": timeout_s},
@@ -166,7 +174,8 @@ class TopologyView:
             self._next_subscriber += 1
             number = self._next_subscriber
             for topology in tuple(self._told.values()):
-                callback(WatchEvent(EventType.ADDED, topology.engine.revision, topology))
+                event = WatchEvent(EventType.ADDED, topology.engine.revision, topology)
+                self._call_back(callback, event)
             self._subscribers[number] = callback
 
         def end() -> None:

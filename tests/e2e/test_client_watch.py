@@ -55,6 +55,23 @@ def test_a_watch_cut_by_a_restart_resumes_and_misses_no_removal(sqlite_server, m
             assert events.empty()
 
 
+def test_a_subscriber_that_raises_keeps_nobody_from_hearing(shared_rankbookd, made, engine_id):
+    def raises(event):
+        raise ValueError("a fault of the subscriber's")
+
+    with rankbook.Client(shared_rankbookd.grpc) as client:
+        register(client, [made.record(engine_id)], f"{engine_id}-1")
+        wanted = rankbook.EngineFilter(engine_id=engine_id)
+        with rankbook.TopologyView(client, wanted) as view:
+            view.wait_synced(10)
+            events: queue.Queue = queue.Queue()
+            view.subscribe(raises)
+            view.subscribe(events.put)
+            assert events.get(timeout=2).type is EventType.ADDED
+            register(client, [made.record(engine_id, payload=b"other")], f"{engine_id}-1", 2)
+            assert events.get(timeout=5).type is EventType.MODIFIED
+
+
 def test_another_book_is_taken_anew_and_what_it_lacks_is_removed(rankbookd, made):
     server = rankbookd()
     with rankbook.Client(server.grpc) as client, rankbook.TopologyView(client) as view:

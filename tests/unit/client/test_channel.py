@@ -80,6 +80,14 @@ def test_a_token_is_in_no_text_of_the_settings():
     assert "secret" not in repr(settings(token="secret"))
 
 
+@pytest.mark.parametrize("token", ["secret\n", "s\u00e9cret", "sec\x00ret"])
+def test_a_token_that_no_header_carries_is_refused_and_not_shown(token):
+    with pytest.raises(BadRequest, match="token") as caught:
+        settings(token=token)
+    assert "cret" not in f"{caught.value} {caught.value.metadata}"
+    assert "\x00ret" not in f"{caught.value} {caught.value.metadata}"
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
 def test_a_wait_without_an_end_is_refused(timeout_s):
     with pytest.raises(BadRequest, match="timeout_s"):

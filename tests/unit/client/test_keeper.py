@@ -24,7 +24,8 @@ from rankbook import (
     Unavailable,
     v1,
 )
-from rankbook._keeper import HEARTBEAT_RETRY, Keeper, Phase, Seal, StepKind
+from rankbook._change import RegistrationState
+from rankbook._keeper import HEARTBEAT_RETRY, Keeper, Seal, StepKind
 from rankbook._replies import ClockOffset, RenewReply, Updated
 from rankbook.model import Lease, LeaseState, LeaseStatus, Registered, Sealed, Successor
 from rankbook.model import Seal as ModelSeal
@@ -87,7 +88,7 @@ def test_it_signs_in_first_and_then_renews_at_a_third_of_the_ttl():
         "",
     )
     one.registered_as(step, accepted(step, epoch=4), 10.0)
-    assert one.phase is Phase.REGISTERED
+    assert one.state is RegistrationState.REGISTERED
     assert one.next_step(10.0).kind is StepKind.WAIT
     assert one.next_step(10.0).until_s == pytest.approx(10.0 + TTL_S / 3)
     step = one.next_step(10.0 + TTL_S / 3)
@@ -120,7 +121,7 @@ def test_an_outage_is_tried_for_ever_at_most_three_fifths_of_a_second_apart():
         now = until
     assert waits[0] == pytest.approx(HEARTBEAT_RETRY.initial_s)
     assert max(waits) <= 0.6 + 1e-9
-    assert one.phase is Phase.PENDING
+    assert one.state is RegistrationState.PENDING
     assert isinstance(one.error, Unavailable)
 
 
@@ -128,13 +129,13 @@ def test_an_outage_is_tried_for_ever_at_most_three_fifths_of_a_second_apart():
 def test_a_lost_lease_is_a_new_sign_in_with_a_higher_number(state):
     one = settled()
     one.renewed(renewal(state), 3)
-    assert one.phase is Phase.SUSPENDED
+    assert one.state is RegistrationState.SUSPENDED
     step = one.next_step(3)
     assert (step.kind, step.sequence, step.lease_id) == (StepKind.REGISTER, 101, "")
     # The epoch that the book told still fences.
     assert step.epoch == 1
     one.registered_as(step, accepted(step, "l2"), 3)
-    assert (one.phase, one.lease_id) == (Phase.REGISTERED, "l2")
+    assert (one.state, one.lease_id) == (RegistrationState.REGISTERED, "l2")
 
 
 def test_another_book_is_a_new_sign_in_that_knows_no_epoch():
@@ -148,7 +149,7 @@ def test_another_book_is_a_new_sign_in_that_knows_no_epoch():
 def test_a_restarted_registry_is_noticed_and_changes_nothing_else():
     one = settled()
     one.renewed(renewal(server="s2"), 3)
-    assert (one.boot_id, one.restarts_seen, one.phase) == ("s2", 1, Phase.REGISTERED)
+    assert (one.boot_id, one.state) == ("s2", RegistrationState.REGISTERED)
     assert one.next_step(3).kind is StepKind.WAIT
 
 
@@ -162,33 +163,33 @@ def test_a_broken_connection_brings_the_next_renewal_forward():
 def test_a_fenced_lease_ends_it_and_names_who_took_over():
     one = settled()
     one.renewed(renewal(LeaseState.FENCED, replaced_by=Successor("e", 7, "g9")), 3)
-    assert one.phase is Phase.FENCED
+    assert one.state is RegistrationState.FENCED
     assert one.error.metadata["current_epoch"] == "7"
     assert one.next_step(3).kind is StepKind.END
     one.stop()
-    assert one.phase is Phase.FENCED
+    assert one.state is RegistrationState.FENCED
 
 
 def test_a_fenced_write_ends_it():
     one = keeper()
     one.failed(one.next_step(0), Fenced("newer"), 0)
-    assert one.phase is Phase.FENCED
+    assert one.state is RegistrationState.FENCED
 
 
 @pytest.mark.parametrize(
-    ("error", "phase"),
+    ("error", "state"),
     [
-        (BadRecord("no"), Phase.STOPPED),
-        (Conflict("sizes", reason=Reason.LAYOUT_CONFLICT), Phase.STOPPED),
-        (Conflict("held", reason=Reason.SLOT_HELD), Phase.PENDING),
-        (Denied("token"), Phase.PENDING),
-        (Internal("bug"), Phase.PENDING),
+        (BadRecord("no"), RegistrationState.STOPPED),
+        (Conflict("sizes", reason=Reason.LAYOUT_CONFLICT), RegistrationState.STOPPED),
+        (Conflict("held", reason=Reason.SLOT_HELD), RegistrationState.PENDING),
+        (Denied("token"), RegistrationState.PENDING),
+        (Internal("bug"), RegistrationState.PENDING),
     ],
 )
-def test_only_what_never_passes_ends_a_first_sign_in(error, phase):
+def test_only_what_never_passes_ends_a_first_sign_in(error, state):
     one = keeper()
     one.failed(one.next_step(0), error, 0)
-    assert one.phase is phase
+    assert one.state is state
     assert one.error is error
 
 
@@ -197,9 +198,9 @@ def test_no_refusal_of_a_renewal_ends_it():
     step = one.next_step(TTL_S)
     for error in (Denied("token"), Internal("bug"), BadRecord("odd"), Refused("odd")):
         one.failed(step, error, TTL_S)
-        assert one.phase is Phase.SUSPENDED
+        assert one.state is RegistrationState.SUSPENDED
     one.renewed(renewal(), 2 * TTL_S)
-    assert one.phase is Phase.REGISTERED
+    assert one.state is RegistrationState.REGISTERED
     assert one.error is None
 
 
@@ -212,7 +213,7 @@ def test_a_stale_number_leaps_and_a_book_that_takes_none_ends_it():
             break
         numbers.append(step.sequence)
         one.failed(step, Refused("stale", reason=Reason.SEQUENCE_STALE), now)
-    assert one.phase is Phase.STOPPED
+    assert one.state is RegistrationState.STOPPED
     assert numbers == sorted(set(numbers))
     assert len(numbers) > 3
 
@@ -257,7 +258,7 @@ def test_a_refused_update_is_dropped_and_the_rest_goes_on():
     one.update(records(1)[0])
     one.failed(one.next_step(0), BadRecord("no"), 0)
     assert isinstance(one.update_error, BadRecord)
-    assert (one.phase, one.settled) == (Phase.REGISTERED, True)
+    assert (one.state, one.settled) == (RegistrationState.REGISTERED, True)
 
 
 def test_a_withdrawn_payload_stays_withdrawn_when_the_lease_is_lost():
@@ -297,7 +298,7 @@ def test_a_core_without_records_seals_and_keeps_the_lease_of_its_seal():
     step = one.next_step(0)
     assert (step.kind, step.epoch, step.lease_id) == (StepKind.SEAL, 3, "")
     one.sealed_as(step, sealed(), 0)
-    assert (one.phase, one.seal_settled, one.lease_id) == (Phase.REGISTERED, True, "l1")
+    assert (one.state, one.seal_settled, one.lease_id) == (RegistrationState.REGISTERED, True, "l1")
     assert one.next_step(TTL_S).kind is StepKind.RENEW
 
 
@@ -323,7 +324,7 @@ def test_a_seal_that_may_yet_pass_is_tried_again_and_the_lease_lives_on():
         assert step.kind is StepKind.SEAL
         one.failed(step, error, now)
         assert one.seal_error is error
-        assert one.phase is Phase.REGISTERED
+        assert one.state is RegistrationState.REGISTERED
         now = one.next_step(now).until_s
     one.sealed_as(one.next_step(now), sealed(), now)
     assert (one.seal_error, one.seal_settled) == (None, True)
@@ -439,7 +440,7 @@ class Keeping(RuleBasedStateMachine):
                 self.now = step.until_s
         assert self.held == self.wished
         assert self.keeper.settled
-        assert self.keeper.phase is Phase.REGISTERED
+        assert self.keeper.state is RegistrationState.REGISTERED
         self.__dict__.update(was)
 
 

@@ -125,6 +125,6 @@ def test_notices_say_the_same_on_both_sides():
         error.message,
         error.metadata,
     )
-    change = change_of({"phase": "SUSPENDED", "error": error_to_json(error)})
+    change = change_of({"state": "SUSPENDED", "error": error_to_json(error)})
     assert change.state is RegistrationState.SUSPENDED
     assert change.error.reason is error.reason
