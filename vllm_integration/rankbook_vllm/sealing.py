@@ -97,6 +97,7 @@ class Sealer:
         self._whole: Whole | None = None
         self._core: CoreRecord | None = None
         self._error: RankbookError | None = None
+        self._refused: RankbookError | None = None
         self._explained = ""
 
     def cannot(self, why: str) -> None:
@@ -122,6 +123,7 @@ class Sealer:
             self.cannot("; ".join(whole.problems))
             return
         self._whole = whole
+        self._refused = None
         self._asked.clear()
         if self._registration is None:
             self._registration = rankbook.Registration(
@@ -143,6 +145,8 @@ class Sealer:
                 f"{self._engine_id} was not sealed within {self._settings.seal_timeout_s:g} s",
                 metadata={"engine_id": self._engine_id},
             )
+        if self._refused is not None:
+            raise self._refused
         sealed = registration.wait_sealed(max(0.0, deadline - self._clock()))
         self._log.info(
             "rankbook: %s was sealed before start (epoch %d)", self._engine_id, sealed.epoch
@@ -194,13 +198,19 @@ class Sealer:
         self, registration: rankbook.Registration, whole: Whole, slots: Sequence[SealedSlot]
     ) -> None:
         assert self._core is not None
-        registration.seal(
-            slots,
-            self._core,
-            engine_id=self._engine_id,
-            generation=whole.start.generation,
-            epoch=whole.start.epoch,
-        )
+        try:
+            registration.seal(
+                slots,
+                self._core,
+                engine_id=self._engine_id,
+                generation=whole.start.generation,
+                epoch=whole.start.epoch,
+            )
+        except RankbookError as error:
+            # On a thread of our own nobody else would hear of it.
+            self._refused = error
+            if not self._stop.is_set():
+                self._log.error("rankbook: %s cannot be sealed: %s", self._engine_id, error)
 
     def _changed(self, change: rankbook.RegistrationChange) -> None:
         self._say(change)

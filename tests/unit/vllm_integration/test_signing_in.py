@@ -11,7 +11,7 @@ import pytest
 from tests.unit.vllm_integration.facts import LAYOUT, facts
 
 import rankbook
-from rankbook import Handshake, SealMismatch, State, Unavailable
+from rankbook import Address, BadRecord, Handshake, SealMismatch, State, Unavailable
 from rankbook_vllm.config import load
 from rankbook_vllm.publish import ChangeLog, Publisher
 from rankbook_vllm.seal import check_grid
@@ -24,7 +24,7 @@ WAIT_S = 20.0
 class Start:
     """One start of an engine of two stages: its workers and its core, in this process."""
 
-    def __init__(self, address, engine_id, **settings):
+    def __init__(self, address, engine_id, core_addresses=(), **settings):
         self.engine_id = engine_id
         settings = {"endpoints": address, "ttl_s": 2.0, **settings}
         self.settings = load(settings, {})
@@ -37,7 +37,7 @@ class Start:
             LOG,
             engine_id=engine_id,
             connector="NixlPushConnector",
-            addresses=(),
+            addresses=core_addresses,
             clock=time.perf_counter,
         )
 
@@ -205,6 +205,15 @@ def black_hole():
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_core_whose_record_breaks_a_rule_is_an_error_that_names_it(begin, caplog):
+    listens = (Address("zmq", "node 7", 5600, "side-channel"),)
+    start = begin("core-breaks-a-rule", core_addresses=listens, required=True)
+    whole = start.publish()
+    with pytest.raises(BadRecord, match="node 7"):
+        start.core.seal(whole)
+    assert "cannot be sealed" in caplog.text
 
 
 def test_a_registry_that_never_answers_holds_a_start_up_no_longer_than_allowed(black_hole):
