@@ -73,7 +73,7 @@ def test_an_address_that_means_this_host_is_flagged_and_found_by_the_doctor(
     shared_rankbookd, client, made, engine_id, host
 ):
     """vllm-project/vllm#27083: the side channel's host was not set, so decode talked to itself.
-    ishandhanani/srt-slurm#158: the same with 0.0.0.0.
+    srt-slurm#158: the same with 0.0.0.0.
     """
     record = dataclasses.replace(made.record(engine_id, tp_size=2), process=Process("b", "node-7"))
     register(client, at(record, Address("zmq", host, 5600)))

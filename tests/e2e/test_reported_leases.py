@@ -117,7 +117,7 @@ sys.stdin.readline()
 def test_a_worker_whose_event_loop_is_starved_for_three_ttls_stays(
     shared_rankbookd, view, worker, made, engine_id
 ):
-    """ai-dynamo/dynamo#5656, NVIDIA/TensorRT-LLM#16445, agno-agi/agno#9512: the heartbeat shared a
+    """ai-dynamo/dynamo#5656, NVIDIA/TensorRT-LLM#16445, agno#9512: the heartbeat shared a
     loop with model loading, or with the work it was to certify, and the worker was taken for dead.
 
     The lease is kept by another process, so nobody hears of a pause of 3 x TTL.

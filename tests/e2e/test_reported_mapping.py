@@ -198,7 +198,7 @@ def test_tp_sizes_that_do_not_divide_have_no_plan(client, publish):
 
 
 def test_peers_that_cannot_work_are_told_before_any_request(client, publish):
-    """sgl-project/sglang#15674, llm-d/llm-d#2433: a pair that could not work was refused at its
+    """sgl-project/sglang#15674, llm-d#2433: a pair that could not work was refused at its
     first transfer, or never."""
     push = Compat("sha256:1", {"connector": "NixlConnector", "transfer_mode": "pull"})
     kv = KvCache(block_size=16)
@@ -260,7 +260,7 @@ def test_sixteen_engines_that_all_say_dp_rank_zero_are_told(client, publish, eng
 
 
 def test_a_decode_of_one_version_is_shown_producers_of_that_version_only(client, publish):
-    """llm-d/llm-d#499: a rolling update paired prefill and decode of two versions.
+    """llm-d#499: a rolling update paired prefill and decode of two versions.
 
     Two groups of compatibility live at once. Asking, listing and watching by
     one hash shows its engines only, and an engine that moves over leaves.

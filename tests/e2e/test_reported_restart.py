@@ -161,7 +161,7 @@ def test_an_engine_that_expires_and_returns_is_seen_by_the_same_consumer(
 def test_what_a_consumer_remembers_is_never_confirmed_after_a_restart(
     client, watched, made, engine_id, same_bytes
 ):
-    """vllm-project/vllm#49238, llm-d/llm-d#2187: old agent bytes were loaded after a restart.
+    """vllm-project/vllm#49238, llm-d#2187: old agent bytes were loaded after a restart.
     kvcache-ai/Mooncake#2762: after a restart even the metadata may be equal byte by byte.
 
     "Not modified" is no answer for another start, equal bytes are still
@@ -197,7 +197,7 @@ def test_a_groups_name_leads_to_the_new_engine_and_the_dead_id_to_its_successor(
     shared_rankbookd, client, watched, worker, made, engine_id
 ):
     """vllm-project/vllm#37745: a proxy kept the engine_id it read at its start.
-    lightseekorg/smg#2491: a gateway went on with the old id and hung for 480 s.
+    smg#2491: a gateway went on with the old id and hung for 480 s.
 
     One event resolves the deployment's name to the new engine. The dead id
     is answered at once, whatever wait was asked for, and names the new one.
