@@ -26,7 +26,7 @@ from rankbook._replies import (
     Updated,
 )
 from rankbook.convert import duration, to_message, to_model
-from rankbook.errors import BadRequest
+from rankbook.errors import BadRequest, LimitExceeded
 
 __all__ = [
     "batches",
@@ -78,12 +78,12 @@ def _positive_sequence(value: int) -> int:
     return value
 
 
-def _checked_wait(name: str, value: float) -> float:
+def _checked_wait(name: str, value: float, bound_s: float) -> float:
     _not_negative(name, value)
-    if value > limits.MAX_WAIT_S:
-        raise BadRequest(
-            f"{name} is {value} s, over the limit of {limits.MAX_WAIT_S:g} s",
-            metadata={"field": name, "value": value, "rule": f"0 to {limits.MAX_WAIT_S:g} s"},
+    if value > bound_s:
+        raise LimitExceeded(
+            f"{name} is {value:g} s, over the limit of {bound_s:g} s: wait again after it",
+            metadata={"limit": name, "value": value, "bound": bound_s, "unit": "seconds"},
         )
     return value
 
@@ -342,9 +342,9 @@ def report_peers(
     namespace: str, boot_id: str, peers: Sequence[model.PeerConnection]
 ) -> Script[tuple[StalePeer, ...]]:
     if len(peers) > limits.MAX_PEERS:
-        raise BadRequest(
-            f"peers has {len(peers)} entries, over the limit of {limits.MAX_PEERS}",
-            metadata={"field": "peers", "value": len(peers), "rule": f"<= {limits.MAX_PEERS}"},
+        raise LimitExceeded(
+            f"peers is {len(peers)} connections, over the limit of {limits.MAX_PEERS}",
+            metadata={"limit": "peers", "value": len(peers), "bound": limits.MAX_PEERS},
         )
     request = v1.ReportPeersRequest(
         namespace=namespace,
@@ -374,7 +374,7 @@ def drain_engine(
     )
     if _not_negative("deadline_s", deadline_s):
         request.deadline.CopyFrom(duration(deadline_s))
-    if _not_negative("wait_s", wait_s):
+    if _checked_wait("wait_s", wait_s, limits.MAX_DRAIN_WAIT_S):
         request.wait.CopyFrom(duration(wait_s))
     answer = yield Call("DrainEngine", request, wait_s)
     return to_model(answer.reply, Drained)
@@ -422,7 +422,7 @@ def _topology_request(
         without_payload=without_payload,
         slots=_slots(slots),
     )
-    if _checked_wait("wait_s", wait_s):
+    if _checked_wait("wait_s", wait_s, limits.MAX_WAIT_S):
         request.wait.CopyFrom(duration(wait_s))
     return request
 
@@ -486,7 +486,7 @@ def list_engines(
     request = v1.ListEnginesRequest(
         namespace=namespace,
         filter=filter_message(wanted),
-        page_size=1000,
+        page_size=limits.MAX_PAGE_ENGINES,
         min_revision=int(_not_negative("min_revision", min_revision)),
     )
     answer = yield Call("ListEngines", request)

@@ -22,6 +22,7 @@ __all__ = [
     "MAX_ADDRESSES",
     "MAX_BATCH_BYTES",
     "MAX_BATCH_RECORDS",
+    "MAX_DRAIN_WAIT_S",
     "MAX_ENGINE_BYTES",
     "MAX_EXTRA_LAYERS",
     "MAX_GRID_SLOTS",
@@ -29,6 +30,7 @@ __all__ = [
     "MAX_LABELS",
     "MAX_LAYER_NAMES",
     "MAX_MESSAGE_BYTES",
+    "MAX_PAGE_ENGINES",
     "MAX_PAYLOAD_BYTES",
     "MAX_PEERS",
     "MAX_RENEWALS",
@@ -54,6 +56,8 @@ DEFAULT_TTL_S = 10.0
 MAX_TTL_S = 300.0
 MAX_WAIT_S = 300.0
 """Longest long poll, in seconds."""
+MAX_DRAIN_WAIT_S = 60.0
+"""Longest that one call waits for a drain, in seconds; a longer wait is several calls."""
 MAX_ID_CHARS = 253
 """As a DNS name, so that a Kubernetes name is always an id."""
 MAX_TEXT_CHARS = 1024
@@ -68,6 +72,8 @@ MAX_GRID_SLOTS = 65_536
 MAX_ENGINE_BYTES = 64 * 1024 * 1024
 MAX_RENEWALS = 1024
 MAX_PEERS = 4096
+MAX_PAGE_ENGINES = 1000
+"""Most engines of one page of a list."""
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """Largest request a server takes. The largest legal one is a seal of a grid of
 65,536 slots with short boot ids (about 6 MiB)."""

@@ -24,9 +24,6 @@ from rankbook.model import CoreRecord, DrainOutcome, Process, Requirement, Seale
 
 __all__ = ["drain", "evict", "seal", "who_asks"]
 
-_LONGEST_WAIT_S = 60.0
-"""What one DrainEngine call may wait; longer waits are several calls."""
-
 
 def who_asks() -> str:
     """USER@HOST of this process, for the audit line."""
@@ -142,7 +139,9 @@ def drain(
                 requested_by=who_asks(),
                 # A repeat must not push the deadline away.
                 deadline_s=max(deadline - spent, 0.001) if deadline > 0 else deadline,
-                wait_s=wait_s if wait_s < 0 else min(max(wait_s - spent, 0), _LONGEST_WAIT_S),
+                wait_s=wait_s
+                if wait_s < 0
+                else min(max(wait_s - spent, 0), limits.MAX_DRAIN_WAIT_S),
             )
             waiting = not undo and drained.outcome is DrainOutcome.WAITING
             if not waiting or _clock.mono_s() - asked_at >= wait_s:

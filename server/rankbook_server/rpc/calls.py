@@ -13,6 +13,8 @@ from rankbook.convert import seconds, timestamp
 from rankbook.errors import BadRequest, LimitExceeded
 from rankbook.limits import (
     DEFAULT_NAMESPACE,
+    MAX_DRAIN_WAIT_S,
+    MAX_PAGE_ENGINES,
     MAX_REPLY_BYTES,
     MAX_WAIT_S,
     check_id,
@@ -46,8 +48,6 @@ WRITES: dict[str, Callable[..., Any]] = {
 }
 """Calls that change a book."""
 
-_MAX_DRAIN_WAIT_S = 60.0
-_MAX_PAGE = 1000
 _DEFAULT_PAGE = 100
 # A read that asks for a revision this server has not seen yet waits so long
 # where it names no wait of its own: a replica is milliseconds behind, not more.
@@ -160,7 +160,7 @@ class Calls:
             RankbookError: The call's own error.
         """
         if field == "drain_engine":
-            check_wait("wait", seconds(request.wait), _MAX_DRAIN_WAIT_S)
+            check_wait("wait", seconds(request.wait), MAX_DRAIN_WAIT_S)
         if field in WRITES:
             reply = self.finish(field, request, await self.submit(field, request))
             if field == "drain_engine" and request.HasField("wait"):
@@ -283,10 +283,14 @@ class Calls:
     ) -> list[Body]:
         namespace = check_namespace(request.namespace)
         test = EngineTest(request.filter)
-        if request.page_size > _MAX_PAGE:
+        if request.page_size > MAX_PAGE_ENGINES:
             raise LimitExceeded(
-                f"page_size is {request.page_size} engines, over the limit of {_MAX_PAGE}",
-                metadata={"limit": "page_size", "value": request.page_size, "bound": _MAX_PAGE},
+                f"page_size is {request.page_size} engines, over the limit of {MAX_PAGE_ENGINES}",
+                metadata={
+                    "limit": "page_size",
+                    "value": request.page_size,
+                    "bound": MAX_PAGE_ENGINES,
+                },
             )
         if request.page_token:
             check_id("page_token", request.page_token)
