@@ -49,8 +49,10 @@ class AsyncClient:
     fails. It belongs to the event loop of its first call; a call from another
     loop, or in a forked child, raises `BadRequest`.
 
-    Every method raises `Unavailable` when no registry answers, and
-    `DeadlineExceeded` when one was reached and did not answer in time.
+    Every method raises `Unavailable` when no registry answers,
+    `DeadlineExceeded` when one was reached and did not answer in time, and
+    `BadRequest` for an id or a number that is none. `timeout_s` is the longest
+    wait in seconds; None takes the client's own.
     """
 
     def __init__(
@@ -116,7 +118,12 @@ class AsyncClient:
     async def begin_generation(
         self, engine_id: str, generation: str, *, timeout_s: float | None = None
     ) -> int:
-        """Reserves the epoch of a start; the same token gives the same epoch."""
+        """Reserves the epoch of a start; the same token gives the same epoch.
+
+        Raises:
+            Fenced: The token is of a start that a newer one replaced.
+            Overloaded: The namespace holds as many engines as it may.
+        """
         return await self._run(
             _scripts.begin_generation(self.namespace, engine_id, generation), timeout_s
         )
@@ -136,12 +143,16 @@ class AsyncClient:
 
         More than one registration may hold are cut into several under one
         lease, with `sequence`, `sequence + 1` and so on; each is atomic, all
-        together are not. One of `lease_key` and `lease_id` is needed.
+        together are not. One of `lease_key` and `lease_id` is needed. `ttl_s` is
+        a wish, 2 to 300 s, 10 by default; the reply's lease has what was granted.
 
         Raises:
             BadRecord: A record breaks a rule; nothing was sent.
+            LimitExceeded: A value is over its limit; nothing was sent.
             Fenced: A newer start took over.
-            Conflict: Another live holder has a slot.
+            Conflict: Another live holder has a slot, or other sizes were declared.
+            Refused: The sequence was used, or the lease has ended.
+            NotFound: The registry never granted `lease_id`.
         """
         return await self._run(
             _scripts.register_workers(
@@ -163,7 +174,10 @@ class AsyncClient:
         ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> RenewReply:
-        """Renews leases; a dead or fenced one is a status of the reply, no error."""
+        """Renews leases; a dead or fenced one is a status of the reply, no error.
+
+        `ttl_s` asks for another time to live, 2 to 300 s; None keeps the granted one.
+        """
         return await self._run(
             _scripts.renew_leases(self.namespace, lease_ids, ttl_s=ttl_s), timeout_s
         )
@@ -177,7 +191,14 @@ class AsyncClient:
         withdraw_payload: bool = False,
         timeout_s: float | None = None,
     ) -> Updated:
-        """Changes a record as a whole, or takes only its payload out."""
+        """Changes a record as a whole, or takes only its payload out.
+
+        Raises:
+            BadRecord: The record breaks a rule; nothing was sent.
+            NotFound: The process holds no such record.
+            Fenced: A newer start took over.
+            Refused: The sequence was used.
+        """
         return await self._run(
             _scripts.update_worker(
                 self.namespace,
@@ -200,7 +221,13 @@ class AsyncClient:
         epoch: int = 0,
         timeout_s: float | None = None,
     ) -> int:
-        """Takes a process's records out (all, or those of `slots`); returns how many there were."""
+        """Takes a process's records out (all, or those of `slots`); returns how many there were.
+
+        Raises:
+            NotFound: The process never held any such record.
+            Fenced: A newer start took over.
+            Refused: The sequence was used.
+        """
         return await self._run(
             _scripts.deregister(
                 self.namespace,
@@ -215,7 +242,11 @@ class AsyncClient:
         )
 
     async def revoke_lease(self, lease_id: str, *, timeout_s: float | None = None) -> int:
-        """Ends a lease with every record under it; returns how many there were."""
+        """Ends a lease with every record under it; returns how many there were.
+
+        Raises:
+            NotFound: The registry never granted it; ended before is no error.
+        """
         return await self._run(_scripts.revoke_lease(self.namespace, lease_id), timeout_s)
 
     async def seal_engine(
@@ -237,6 +268,8 @@ class AsyncClient:
         Raises:
             SealMismatch: The book has something else; `metadata` lists it.
             Incomplete: Slots are missing.
+            Fenced: A newer start took over.
+            NotFound: The engine, or the lease, is unknown.
         """
         return await self._run(
             _scripts.seal_engine(
@@ -257,7 +290,14 @@ class AsyncClient:
     async def report_peers(
         self, boot_id: str, peers: Sequence[PeerConnection], *, timeout_s: float | None = None
     ) -> tuple[StalePeer, ...]:
-        """Tells which engines this process is connected to; returns those that are not current."""
+        """Tells which engines this process is connected to; returns those that are not current.
+
+        Replaces what the process told before; forgotten after 30 s without a repeat.
+
+        Raises:
+            LimitExceeded: There are more than 4,096 of them; nothing was sent.
+            Overloaded: The registry remembers as many processes as it may.
+        """
         return await self._run(_scripts.report_peers(self.namespace, boot_id, peers), timeout_s)
 
     async def drain_engine(
@@ -271,7 +311,22 @@ class AsyncClient:
         wait_s: float = 0,
         timeout_s: float | None = None,
     ) -> Drained:
-        """Sets or clears the drain flag; with `wait_s` waits for transfers to end."""
+        """Sets or clears the drain flag; with `wait_s` waits for transfers to end.
+
+        Args:
+            engine_id: The engine.
+            undo: Clears the flag.
+            reason: Why, at most 1,024 characters.
+            requested_by: Who asks, at most 253 characters.
+            deadline_s: Seconds for which transfers are waited for; 0: without end.
+            wait_s: Seconds for which this call may wait, up to 60; 0: not at all.
+            timeout_s: Longest wait for the answer, beside `wait_s`.
+
+        Raises:
+            LimitExceeded: A wait or a text is too long; nothing was sent.
+            NotFound: No such engine.
+            Gone: It is dead, so there is nothing to drain.
+        """
         return await self._run(
             _scripts.drain_engine(
                 self.namespace,
@@ -294,7 +349,12 @@ class AsyncClient:
         requested_by: str = "",
         timeout_s: float | None = None,
     ) -> Evicted:
-        """Takes an engine out and fences its start; `epoch` 0 means the current one."""
+        """Takes an engine out and fences its start; `epoch` 0 means the current one.
+
+        Raises:
+            NotFound: No such engine.
+            Fenced: `epoch` is no longer the current one; nothing was taken out.
+        """
         return await self._run(
             _scripts.evict_engine(
                 self.namespace, engine_id, epoch=epoch, reason=reason, requested_by=requested_by
@@ -331,6 +391,7 @@ class AsyncClient:
             timeout_s: Longest wait for the answer, beside `wait_s`.
 
         Raises:
+            LimitExceeded: `wait_s` is above 300; nothing was sent.
             NotFound: No such engine.
             Incomplete: It is not what was required.
             Gone: It, or the start asked for, is dead.
@@ -365,7 +426,14 @@ class AsyncClient:
         slots: Sequence[Slot] = (),
         timeout_s: float | None = None,
     ) -> tuple[Topology, ...] | None:
-        """Every engine of a group that is not GONE, as `get_topology`; None: not modified."""
+        """Every engine of a group that is as required; None: not modified.
+
+        The arguments are those of `get_topology`; engines that are GONE are left out.
+
+        Raises:
+            NotFound: No such group.
+            Incomplete: None of its engines is what was required.
+        """
         return await self._run(
             _scripts.get_group(
                 self.namespace,
@@ -414,6 +482,9 @@ class AsyncClient:
             from_revision: Only what changed after this revision.
             book_id: The book that revision is of.
             without_payload: Leaves the payloads out.
+
+        Raises:
+            BadRequest: The filter has an id that is none.
         """
         request = _scripts.watch_request(self.namespace, filter, without_payload=without_payload)
         return self._wire.watch(request, from_revision, book_id)
@@ -433,6 +504,10 @@ class AsyncClient:
 
         Raises:
             TransferError: No plan exists; `metadata` has both values.
+            NotFound: One of the engines is unknown.
+            Incomplete: One of them has empty slots.
+            Gone: One of them is dead.
+            LimitExceeded: The plan would be too large to answer.
         """
         return await self._run(
             _scripts.plan_transfer(
@@ -448,7 +523,13 @@ class AsyncClient:
     async def compare_peers(
         self, producer_engine_id: str, consumer_engine_id: str, *, timeout_s: float | None = None
     ) -> v1.Comparison:
-        """Whether two engines may pair, with every rule that is broken."""
+        """Whether two engines may pair, with every rule that is broken.
+
+        Raises:
+            NotFound: One of the engines is unknown.
+            Incomplete: One of them has empty slots.
+            Gone: One of them is dead.
+        """
         return await self._run(
             _scripts.compare_peers(self.namespace, producer_engine_id, consumer_engine_id),
             timeout_s,

@@ -23,6 +23,7 @@ __all__ = [
     "Method",
     "Record",
     "Script",
+    "attempt_until",
     "shortened",
     "unary_method",
 ]
@@ -142,6 +143,17 @@ def shortened(call: Call, left_s: float) -> Call:
     request.CopyFrom(call.request)
     request.wait.CopyFrom(duration(max(left_s, 0.0)))  # type: ignore[attr-defined]
     return dataclasses.replace(call, request=request)
+
+
+def attempt_until(call: Call, now_s: float, until_s: float, *, endpoints: int) -> float:
+    """When to give one send of a call up that has until `until_s`.
+
+    With another endpoint to go to, half the time is for the first one; not so
+    for a call that waits on purpose, or must not be sent twice.
+    """
+    if endpoints == 1 or call.wait_s or METHODS[call.method].repeat is not Repeat.ALWAYS:
+        return until_s
+    return now_s + (until_s - now_s) / 2
 
 
 def unary_method(call: Call) -> str:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rankbook import _clock, _rpc, v1
 from rankbook._cache import WatchFold
-from rankbook._calls import METHODS, Answer, Call, Script, shortened, unary_method
+from rankbook._calls import METHODS, Answer, Call, Script, attempt_until, shortened, unary_method
 from rankbook._channel import CONNECT_TIMEOUT_S, Endpoint, Settings, target
-from rankbook._retry import Repeat, backoff_s, next_delay_s
+from rankbook._retry import backoff_s, next_delay_s
 from rankbook._rpc import Failure, Step
 from rankbook._session import Broken, Outcome, Session
 from rankbook.errors import BadRequest, RankbookError, Reason, Retry
@@ -122,7 +122,7 @@ class AsyncWire:
         connection.boxes[frame.request_id] = box
         sent_s, sent_mono = _clock.perf_s(), _clock.mono_s()
         connection.outbox.put_nowait(frame)
-        limit = self._attempt_until(call, sent_mono, until)
+        limit = attempt_until(call, sent_mono, until, endpoints=len(self._settings.endpoints))
         try:
             async with asyncio.timeout(max(limit - sent_mono, 0.0)):
                 outcome = await box
@@ -142,14 +142,6 @@ class AsyncWire:
             # That no session is carried is no failure of this call: it has not left yet.
             return await self._unary(connection, call, until)
         raise Failure(connection.error, sent=outcome.sent)
-
-    def _attempt_until(self, call: Call, now: float, until: float) -> float:
-        # With another endpoint to go to, half the time is for the first.
-        if len(self._settings.endpoints) == 1 or call.wait_s:
-            return until
-        if METHODS[call.method].repeat is not Repeat.ALWAYS:
-            return until
-        return now + (until - now) / 2
 
     def _give_up(
         self, connection: _Connection, request_id: int, silent_since: float | None

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rankbook import _clock, _rpc, v1
 from rankbook._cache import WatchFold
-from rankbook._calls import METHODS, Answer, Call, Script, shortened, unary_method
+from rankbook._calls import METHODS, Answer, Call, Script, attempt_until, shortened, unary_method
 from rankbook._channel import CONNECT_TIMEOUT_S, Endpoint, Settings, target
-from rankbook._retry import Repeat, backoff_s, next_delay_s
+from rankbook._retry import backoff_s, next_delay_s
 from rankbook._rpc import Failure, Step
 from rankbook._session import Broken, Outcome, Session
 from rankbook.errors import RankbookError, Reason, Retry
@@ -129,7 +129,7 @@ class SyncWire:
             connection.boxes[request_id] = box
             sent_s, sent_mono = _clock.perf_s(), _clock.mono_s()
             connection.outbox.put(frame)
-        limit = self._attempt_until(call, sent_mono, until)
+        limit = attempt_until(call, sent_mono, until, endpoints=len(self._settings.endpoints))
         try:
             outcome = box.get(timeout=max(limit - sent_mono, 0.0))
         except queue.Empty:
@@ -148,14 +148,6 @@ class SyncWire:
             # That no session is carried is no failure of this call: it has not left yet.
             return self._unary(connection, call, until)
         raise Failure(connection.error, sent=outcome.sent)
-
-    def _attempt_until(self, call: Call, now: float, until: float) -> float:
-        # With another endpoint to go to, half the time is for the first.
-        if len(self._settings.endpoints) == 1 or call.wait_s:
-            return until
-        if METHODS[call.method].repeat is not Repeat.ALWAYS:
-            return until
-        return now + (until - now) / 2
 
     def _give_up(
         self, connection: _Connection, request_id: int, silent_since: float | None
@@ -195,7 +187,7 @@ class SyncWire:
             parts = tuple(reply) if streamed else (reply,)
         except grpc.RpcError as problem:
             if problem.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                error: RankbookError = _rpc.deadline_passed(call, until - sent_s)
+                error: RankbookError = _rpc.deadline_passed(call, _clock.perf_s() - sent_s)
                 raise Failure(error, sent=True) from None
             failure = _rpc.failure_of(problem, connection.endpoint)
             if failure.error.reason is Reason.UNREACHABLE:
@@ -242,19 +234,24 @@ class SyncWire:
     def _serve(self) -> None:
         """The background thread: one round of attempts, then reading until the stream ends."""
         started = _clock.mono_s()
-        connection, causes = self._connect_round()
-        with self._cond:
-            self._connecting = False
-            if connection is None:
-                self._failed_rounds += 1
-                self._connect_error = _rpc.unreachable(
-                    self._settings.endpoints, _clock.mono_s() - started, "; ".join(causes)
-                )
-            elif not self._closed.is_set():
-                self._connect_error = None
-                self._connection = connection
-                self._start_stream(connection)
-            self._cond.notify_all()
+        connection: _Connection | None = None
+        causes: list[str] = []
+        try:
+            connection, causes = self._connect_round()
+        finally:
+            # Also where the round itself broke: the next call begins another one.
+            with self._cond:
+                self._connecting = False
+                if connection is None:
+                    self._failed_rounds += 1
+                    self._connect_error = _rpc.unreachable(
+                        self._settings.endpoints, _clock.mono_s() - started, "; ".join(causes)
+                    )
+                elif not self._closed.is_set():
+                    self._connect_error = None
+                    self._connection = connection
+                    self._start_stream(connection)
+                self._cond.notify_all()
         if connection is None:
             return
         if self._closed.is_set():
@@ -306,6 +303,7 @@ class SyncWire:
         import grpc
 
         error: RankbookError = _rpc.unreachable((connection.endpoint,), 0, "it hung up")
+        fell_back = False
         try:
             for response in connection.stream:
                 with self._cond:
@@ -320,11 +318,15 @@ class SyncWire:
                 if box is not None:
                     box.put(outcome)
         except grpc.RpcError as problem:
-            if _rpc.is_unimplemented(problem):
+            fell_back = _rpc.is_unimplemented(problem)
+            if fell_back:
                 self._fall_back(connection)
-                return
-            error = _rpc.failure_of(problem, connection.endpoint).error
-        self._drop(connection, error)
+            else:
+                error = _rpc.failure_of(problem, connection.endpoint).error
+        finally:
+            # Whatever ended the reading: who waits for an answer must hear of it.
+            if not fell_back:
+                self._drop(connection, error)
 
     def _fall_back(self, connection: _Connection) -> None:
         """Something on the way carries no session: the same channel, one rpc a call."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import rankbook
 from rankbook import limits, v1
-from rankbook._calls import Answer, Call, shortened
+from rankbook._calls import METHODS, Answer, Call, attempt_until, shortened
 from rankbook._rpc import advance
 from rankbook._scripts import (
     batches,
@@ -222,3 +222,38 @@ def test_a_callers_own_mistake_stays_its_own():
     )
     with pytest.raises(TypeError):
         advance(script, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "endpoints", "wait_s", "until_s"),
+    [
+        ("RenewLeases", 1, 0.0, 20.0),
+        ("RenewLeases", 2, 0.0, 15.0),
+        ("RenewLeases", 3, 0.0, 15.0),
+        ("GetTopology", 2, 4.0, 20.0),
+        ("DrainEngine", 2, 0.0, 20.0),
+    ],
+)
+def test_half_the_time_is_for_another_endpoint_where_a_call_may_go_there(
+    name, endpoints, wait_s, until_s
+):
+    call = Call(name, METHODS[name].request(), wait_s)
+    assert attempt_until(call, 10.0, 20.0, endpoints=endpoints) == until_s
+
+
+@pytest.mark.parametrize(
+    ("ask", "limit", "bound"),
+    [
+        (lambda client: client.get_topology("e", wait_s=300.5), "wait_s", "300.0"),
+        (lambda client: client.drain_engine("e", wait_s=60.5), "wait_s", "60.0"),
+        (
+            lambda client: client.report_peers("b", [rankbook.PeerConnection("e", "g")] * 4097),
+            "peers",
+            "4096",
+        ),
+    ],
+)
+def test_what_the_registry_would_refuse_as_too_much_is_not_sent(ask, limit, bound):
+    with rankbook.Client("127.0.0.1:1") as client, pytest.raises(rankbook.LimitExceeded) as caught:
+        ask(client)
+    assert (caught.value.metadata["limit"], caught.value.metadata["bound"]) == (limit, bound)
