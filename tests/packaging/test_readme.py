@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from rankbook.errors import BadRequest
+from rankbook.cli.main import cli
+from rankbook.errors import TABLE, BadRequest
 from rankbook_vllm.config import Settings, load
 
 ROOT = Path(__file__).parents[2]
@@ -196,6 +197,23 @@ def test_the_table_of_connector_settings_is_the_table_that_is_read() -> None:
         # A value that no setting takes is refused by the name it came under.
         with contextlib.suppress(BadRequest):
             assert load({}, {variable: "x"}) != Settings(), name
+
+
+def test_every_command_but_completion_takes_an_output_form_and_the_changelog_names_all() -> None:
+    groups = {"config": cli.commands["config"]}
+    for name, command in cli.commands.items():
+        for one in groups[name].commands.values() if name in groups else (command,):  # type: ignore[attr-defined]
+            takes = any("--output" in parameter.opts for parameter in one.params)
+            assert takes is (name != "completion"), name
+    (added,) = re.findall(r"operator's tool: (.*?)\.\n", (ROOT / "CHANGELOG.md").read_text(), re.S)
+    named = {name.split()[0] for name in re.findall(r"`([a-z ]+)`", added)}
+    assert named == set(cli.commands)
+
+
+def test_the_exit_codes_that_are_promised_are_those_of_the_table() -> None:
+    (promised,) = re.findall(r"exits with 0 done, (.*?) interrupted\.", README, re.S)
+    codes = {int(code) for code in re.findall(r"\b(\d+)\b", promised)}
+    assert codes == {rule.exit_code for rule in TABLE.values()}
 
 
 def test_every_make_target_the_documents_name_exists() -> None:
