@@ -1,8 +1,8 @@
 """Every limit, written once, and the checks that both ends make with them.
 
-The numbers are those of DESIGN section 4. A check raises `BadRecord`,
-`BadRequest` or `LimitExceeded` with the field, the value and the rule; it
-never changes what it checks. All functions are pure and thread-safe.
+Names end in their unit. A check raises `BadRecord`, `BadRequest` or
+`LimitExceeded` with the field, the value and the rule; it never changes what it
+checks. All functions are pure and thread-safe.
 """
 
 from __future__ import annotations
