@@ -35,7 +35,7 @@ from rankbook._scripts import batches
 from rankbook.errors import BadRequest, Fenced, RankbookError, Reason, Refused, Retry
 from rankbook.model import Lease, LeaseState, Registered, Sealed, Slot
 
-__all__ = ["HEARTBEAT_RETRY", "Keeper", "Seal", "Step", "StepKind", "place_of", "slot_of"]
+__all__ = ["HEARTBEAT_RETRY", "Keeper", "Seal", "Step", "StepKind", "record_key", "slot_of"]
 
 HEARTBEAT_RETRY = RetryPolicy(
     attempts=1, initial_s=0.05, multiplier=2.0, max_s=0.6, jitter=0.3, budget_s=0.0
@@ -114,7 +114,7 @@ def slot_of(record: v1.WorkerRecord) -> Slot:
     return Slot(record.slot.pp_rank, record.slot.pcp_rank, record.slot.tp_rank)
 
 
-def place_of(record: v1.WorkerRecord) -> tuple[str, str, Slot]:
+def record_key(record: v1.WorkerRecord) -> tuple[str, str, Slot]:
     """What one registration has one record of: engine, generation and slot."""
     return (record.engine_id, record.generation, slot_of(record))
 
@@ -149,7 +149,7 @@ class Keeper:
             rng: Gives a number in [0, 1), for jitter.
             retry: How soon a failed step is tried again.
         """
-        self._cells = {place_of(record): _Cell(record) for record in records}
+        self._cells = {record_key(record): _Cell(record) for record in records}
         self._ttl_s = ttl_s
         self._ttl_asked = ttl_s
         self._sequence = sequence
@@ -182,9 +182,9 @@ class Keeper:
     def update(self, record: v1.WorkerRecord) -> None:
         """Wishes for another record in its slot."""
         self.update_error = None
-        cell = self._cells.get(place_of(record))
+        cell = self._cells.get(record_key(record))
         if cell is None:
-            self._cells[place_of(record)] = _Cell(record)
+            self._cells[record_key(record)] = _Cell(record)
         else:
             cell.record, cell.withdrawn = record, False
             cell.version += 1
@@ -277,7 +277,7 @@ class Keeper:
         undone = [cell for cell in self._cells.values() if not cell.entered]
         if undone:
             batch = next(batches([self._wished(cell) for cell in undone]))
-            marks = tuple((place_of(r), self._cells[place_of(r)].version) for r in batch)
+            marks = tuple((record_key(r), self._cells[record_key(r)].version) for r in batch)
             return Step(
                 StepKind.REGISTER,
                 sequence=self._number(),

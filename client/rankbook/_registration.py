@@ -22,7 +22,7 @@ from rankbook import _clock, _ids, limits, v1
 from rankbook._change import RegistrationChange, RegistrationState, change_of
 from rankbook._channel import Settings
 from rankbook._heartbeat import TERMINATED
-from rankbook._keeper import place_of, slot_of
+from rankbook._keeper import record_key, slot_of
 from rankbook._notices import error_to_json
 from rankbook._pipe import LineReader, encode_bytes, encode_line
 from rankbook._replies import ClockOffset
@@ -133,7 +133,7 @@ class Registration:
         self._records = {}
         for record in records:
             message = self._checked(record)
-            self._records[place_of(message)] = message
+            self._records[record_key(message)] = message
         if len(self._records) != len(records):
             raise BadRequest(
                 "records fill one slot twice",
@@ -238,7 +238,7 @@ class Registration:
         """
         message = self._checked(record)
         with self._cond:
-            self._records[place_of(message)] = message
+            self._records[record_key(message)] = message
             self._withdrawn.discard(slot_of(message))
         self._submit({"op": "update", "record": encode_bytes(message.SerializeToString())})
 

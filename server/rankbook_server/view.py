@@ -39,14 +39,8 @@ def _encode(state: SlotState, record_field: int, *, bare: bool) -> bytes:
         copy.CopyFrom(record)
         copy.handshake.ClearField("payload")
         record = copy
-    status = v1.WorkerStatus(
-        record_digest=state.stored.record_digest,
-        revision=state.revision,
-        lease_id=state.stored.lease_id,
-        asleep=state.stored.asleep,
-    )
     return delimited(record_field, record.SerializeToString()) + delimited(
-        record_field + 1, status.SerializeToString()
+        record_field + 1, state.status().SerializeToString()
     )
 
 

@@ -247,23 +247,11 @@ class EngineState:
 
     def workers(self) -> list[WorkerView]:
         """Live workers in slot order."""
-        found = []
-        for slot in self.order():
-            state = self.live[slot]
-            found.append(
-                WorkerView(
-                    slot,
-                    state.revision,
-                    state.stored.record,
-                    v1.WorkerStatus(
-                        record_digest=state.stored.record_digest,
-                        revision=state.revision,
-                        lease_id=state.stored.lease_id,
-                        asleep=state.stored.asleep,
-                    ),
-                )
-            )
-        return found
+        states = [(slot, self.live[slot]) for slot in self.order()]
+        return [
+            WorkerView(slot, state.revision, state.stored.record, state.status())
+            for slot, state in states
+        ]
 
     def emptied(self) -> list[tuple[SlotKey, int]]:
         """Slots of this epoch that were filled and are empty, with the revision."""

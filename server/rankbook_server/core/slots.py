@@ -48,6 +48,15 @@ class SlotState:
     addresses: tuple[tuple[str, int], ...]
     exposed: bool
 
+    def status(self) -> v1.WorkerStatus:
+        """What readers get of a live slot beside its record."""
+        return v1.WorkerStatus(
+            record_digest=self.stored.record_digest,
+            revision=self.revision,
+            lease_id=self.stored.lease_id,
+            asleep=self.stored.asleep,
+        )
+
 
 @functools.lru_cache(maxsize=4096)
 def _is_unreachable(host: str) -> bool:
