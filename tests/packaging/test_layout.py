@@ -63,6 +63,13 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert newest[1] == version
 
 
+def test_the_source_archive_names_its_parts_from_the_root() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    parts = tool["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert [part for part in parts if not part.startswith("/")] == []
+    assert [part for part in parts if not (ROOT / part[1:]).exists()] == []
+
+
 def test_every_dependency_has_a_reason() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = list(project["dependencies"])
