@@ -216,6 +216,7 @@ class Server:
     def _bind_grpc(self, server: grpc.aio.Server) -> int:
         credentials = self._credentials()
         address = str(self._listen)
+        self._try_to_bind()
         try:
             if credentials is None:
                 port = server.add_insecure_port(address)
@@ -228,6 +229,18 @@ class Server:
                 "--listen", self._listen, "it is in use, or no address of this machine"
             )
         return int(port)
+
+    def _try_to_bind(self) -> None:
+        # gRPC does not say why it cannot bind, and its core writes a line of its own.
+        if not self._listen.port:
+            return
+        from rankbook_server.http.web import WebServer
+
+        try:
+            WebServer.bind(self._listen.host, self._listen.port).close()
+        except OSError as error:
+            words = (error.strerror or str(error)).lower()
+            raise ListenError("--listen", self._listen, words) from None
 
     def _credentials(self) -> grpc.ServerCredentials | None:
         settings = self._settings
