@@ -56,7 +56,9 @@ class ConsumerLayout(google.protobuf.message.Message):
     tp_size: builtins.int
     """Tensor-parallel ranks. Required, 1 to 65,536."""
     pp_size: builtins.int
-    """Pipeline stages. Zero means 1."""
+    """Pipeline stages. Zero means as many as `layers` has, else 1. With tp_size at
+    most 65,536 ranks.
+    """
     dcp_size: builtins.int
     """Decode-context-parallel ranks. Zero means 1."""
     @property
@@ -218,9 +220,11 @@ class Read(google.protobuf.message.Message):
     end_layer: builtins.int
     """One past the last layer."""
     start_head: builtins.int
-    """First KV head, by global index."""
+    """First KV head, by global index. Zero, as end_head is, for a draft layer: its
+    heads are not the model's, and the connector's own metadata says them.
+    """
     end_head: builtins.int
-    """One past the last KV head."""
+    """One past the last KV head. Zero for a draft layer."""
     def __init__(
         self,
         *,
