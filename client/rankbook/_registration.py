@@ -237,10 +237,12 @@ class Registration:
             BadRecord: It breaks a rule.
         """
         message = self._checked(record)
-        with self._cond:
+
+        def note() -> None:
             self._records[record_key(message)] = message
             self._withdrawn.discard(slot_of(message))
-        self._submit({"op": "update", "record": encode_bytes(message.SerializeToString())})
+
+        self._submit({"op": "update", "record": encode_bytes(message.SerializeToString())}, note)
 
     def withdraw(self, slot: Slot) -> None:
         """Takes the payload of a slot out, in the background; `update` brings one back.
@@ -254,8 +256,8 @@ class Registration:
                     f"{slot} is none of this registration's slots",
                     metadata={"field": "slot", "value": str(slot), "rule": "a published slot"},
                 )
-            self._withdrawn.add(slot)
-        self._submit({"op": "withdraw", "slot": [slot.pp_rank, slot.pcp_rank, slot.tp_rank]})
+        place = [slot.pp_rank, slot.pcp_rank, slot.tp_rank]
+        self._submit({"op": "withdraw", "slot": place}, lambda: self._withdrawn.add(slot))
 
     def set_ttl(self, ttl_s: float) -> None:
         """Changes the TTL, in the background.
@@ -264,8 +266,11 @@ class Registration:
             BadRequest: Out of range, or the calls' timeout is TTL/2 or more.
         """
         _call_timeout_s(ttl_s, self._settings.timeout_s)
-        self._ttl_s = ttl_s
-        self._submit({"op": "ttl", "ttl_s": ttl_s})
+
+        def note() -> None:
+            self._ttl_s = ttl_s
+
+        self._submit({"op": "ttl", "ttl_s": ttl_s}, note)
 
     def seal(
         self,
@@ -302,22 +307,27 @@ class Registration:
             "slots": [encode_bytes(sealed_slot(slot).SerializeToString()) for slot in slots],
             "core": encode_bytes(message.SerializeToString()),
         }
-        with self._cond:
-            self._seal = seal
-        self._seal_submitted = self._submit({"op": "seal", "seal": seal})
 
-    def _submit(self, command: dict[str, Any]) -> int:
+        def note() -> None:
+            self._seal = seal
+            self._seal_submitted = self._submitted
+
+        self._submit({"op": "seal", "seal": seal}, note)
+
+    def _submit(self, command: dict[str, Any], note: Callable[[], None]) -> None:
         self._check_process()
-        with self._cond:
-            self._submitted += 1
-            number = command["n"] = self._submitted
-            process, keeping = self._process, self._keeping
-        # Without either, the start command will carry the wish.
-        if process is not None:
-            self._write(process, command)
-        elif keeping is not None:
-            keeping.submit(command)
-        return number
+        # One lock around it all: wishes are numbered, noted and sent in one order.
+        with self._write_lock:
+            with self._cond:
+                self._submitted += 1
+                command["n"] = self._submitted
+                note()
+                process, keeping = self._process, self._keeping
+            # Without either, the start command will carry the wish.
+            if process is not None:
+                self._send(process, command)
+            elif keeping is not None:
+                keeping.submit(command)
 
     # ---------------------------------------------------------------- reading
 

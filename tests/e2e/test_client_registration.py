@@ -351,6 +351,30 @@ def test_an_update_is_seen_and_a_withdrawn_payload_comes_back(
     assert view.get(engine_id).engine.asleep == ()
 
 
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_updates_from_many_threads_end_at_what_the_registration_holds(
+    shared_rankbookd, registration, made, engine_id, mode
+):
+    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc, mode=mode)
+    one.start()
+    one.wait_registered(10)
+
+    def write(writer: int):
+        for turn in range(20):
+            one.update(made.record(engine_id, payload=b"%d.%d" % (writer, turn)))
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    one.wait_registered(10)
+    (held,) = one._records.values()
+    with rankbook.Client(shared_rankbookd.grpc) as client:
+        found = client.get_topology(engine_id, require=rankbook.Requirement.ANY)
+    assert found.workers[0].handshake.payload == held.handshake.payload
+
+
 def test_a_seal_waits_for_the_slot_that_is_missing(shared_rankbookd, registration, made, engine_id):
     records = made.grid(engine_id, pp_size=1, tp_size=2)
     workers = [registration([r], endpoints=shared_rankbookd.grpc) for r in records]
