@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from rankbook import v1
 from rankbook.errors import Overloaded, RankbookError, Reason
@@ -35,7 +36,7 @@ from rankbook_server.registry import Registry
 from rankbook_server.view import EngineView, View, removed_event
 from rankbook_server.wire import delimited, scalar
 
-__all__ = ["EngineTest", "Hub", "Watcher"]
+__all__ = ["EngineTest", "Hub", "Turn", "Watcher"]
 
 _COALESCE_S = 0.002
 _MESSAGE_BYTES = MAX_REPLY_BYTES - 2048
@@ -83,6 +84,16 @@ class EngineTest:
             and (not self._compat_hash or self._compat_hash in engine.compat_hashes)
             and all(engine.labels.get(key) == value for key, value in self._labels)
         )
+
+
+class Turn(Protocol):
+    """Decides when a watch may make its next message."""
+
+    async def enter(self) -> None:
+        """Waits for the turn; a second call before `leave` has no effect."""
+
+    def leave(self) -> None:
+        """Ends the turn; a second call has no effect."""
 
 
 class Watcher:
@@ -136,14 +147,20 @@ class Watcher:
         """Ends the watch."""
         self._hub.forget(self)
 
-    async def next(self) -> bytes:
+    async def next(self, turn: Turn) -> bytes:
         """The next `WatchResponse`, serialised: made now, or once there is one.
+
+        Args:
+            turn: Entered before a message is made; the caller leaves it once
+                the message is written.
 
         Raises:
             Unavailable: The server is shutting down, or the book cannot be read.
+            Overloaded: The turn did not come in time.
         """
         hub = self._hub
         while True:
+            await turn.enter()
             if hub.registry.is_busy:
                 await hub.registry.settle(self.namespace)
             hub.check_open()
@@ -161,6 +178,7 @@ class Watcher:
             if events or self._reset or self._progress_due or self._synced != was_synced:
                 return self._message(events, max(resume, 0), synced=self._synced)
             self._wake = asyncio.get_running_loop().create_future()
+            turn.leave()
             await self._wake
 
     def _collect(self) -> list[bytes]:

@@ -6,8 +6,9 @@ get a typed error, and replies that are kept serialised go out as they are.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, cast
 
 import grpc
@@ -27,13 +28,35 @@ from rankbook_server.clock import Clock
 from rankbook_server.metrics import Metrics
 from rankbook_server.rpc.calls import Calls
 from rankbook_server.rpc.methods import BY_FIELD, SERVICE, Method
+from rankbook_server.rpc.room import SMALL_REPLY_BYTES, ReplyRoom, RequestRoom, Turn
 from rankbook_server.rpc.session import Session
 from rankbook_server.rpc.status import abort, boundary
+from rankbook_server.watch import Watcher
 from rankbook_server.wire import Body
 
 __all__ = ["Service", "shutting_down"]
 
-Send = Callable[[bytes], Awaitable[None]]
+Send = Callable[[Body], Awaitable[None]]
+
+
+def _this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+@contextlib.contextmanager
+def _departures() -> Iterator[None]:
+    """Makes of a client that went away in the middle a cancelled call.
+
+    It is nobody's fault, and gRPC would log each one as an error of ours.
+    """
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None
 
 
 def shutting_down() -> Unavailable:
@@ -72,6 +95,8 @@ class Service:
         self._max_calls = max_calls
         self._sessions: set[Session] = set()
         self._in_flight = 0
+        self._requests = RequestRoom()
+        self._replies = ReplyRoom()
         self._closing = False
 
     @property
@@ -103,18 +128,39 @@ class Service:
         async def serve(data: bytes, context: Any) -> bytes:
             reply = b""
 
-            async def keep(body: bytes) -> None:
+            async def keep(body: Body) -> None:
                 nonlocal reply
-                reply = body
+                if body.size > SMALL_REPLY_BYTES:
+                    held = await self._replies.take(body.size, _this_task().cancel)
+                    # gRPC sends it after this handler has returned.
+                    context.add_done_callback(lambda _: self._replies.give(held))
+                reply = body.join()
 
-            await self._serve(method, method.name, data, context, keep, whole=True)
+            with _departures():
+                await self._serve(method, method.name, data, context, keep, whole=True)
             return reply
 
         return serve
 
+    async def _write(self, context: Any, body: Body) -> None:
+        """Writes a part of a stream, in its turn if it is large."""
+        if body.size <= SMALL_REPLY_BYTES:
+            await context.write(body.join())
+            return
+        held = await self._replies.take(body.size, _this_task().cancel)
+        try:
+            await context.write(body.join())
+        finally:
+            self._replies.give(held)
+
     async def _stream_topology(self, data: bytes, context: Any) -> None:
         method = BY_FIELD["get_topology"]
-        await self._serve(method, "StreamTopology", data, context, context.write, whole=False)
+
+        async def send(body: Body) -> None:
+            await self._write(context, body)
+
+        with _departures():
+            await self._serve(method, "StreamTopology", data, context, send, whole=False)
 
     async def _serve(
         self, method: Method, name: str, data: bytes, context: Any, send: Send, *, whole: bool
@@ -122,26 +168,31 @@ class Service:
         started_s = self._clock.mono()
         failure: RankbookError | None = None
         self._in_flight += 1
+        taken = 0
         try:
             with boundary(name, self._clock.new_id):
                 self._check_open()
+                self._requests.take(len(data))
+                taken = len(data)
                 request = self._parse(method, data)
                 timed = not self._calls.may_wait(method.field, request)
                 remaining_s = context.time_remaining()
                 answer = await self._calls.answer(method.field, request, remaining_s)
             took_s = self._clock.mono() - started_s if timed else None
             if isinstance(answer, Message):
-                await send(answer.SerializeToString())
+                whole_reply = answer.SerializeToString()
+                await send(Body([whole_reply], len(whole_reply)))
             else:
                 if whole:
                     self._check_whole(answer)
                 for body in answer:
-                    await send(body.join())
+                    await send(body)
             self._metrics.answered(name, "OK", took_s)
         except RankbookError as error:
             failure = error
         finally:
             self._in_flight -= 1
+            self._requests.give(taken)
         if failure is not None:
             self._metrics.answered(name, failure.reason.value)
             await abort(context, failure)
@@ -194,23 +245,46 @@ class Service:
     # ---------------------------------------------------------------- streams
 
     async def _watch(self, data: bytes, context: Any) -> None:
+        with _departures():
+            await self._serve_watch(data, context)
+
+    async def _serve_watch(self, data: bytes, context: Any) -> None:
         failure: RankbookError
+        turn: Turn | None = None
+        taken = 0
         try:
             with boundary("Watch", self._clock.new_id):
                 self._check_open()
                 request = cast(v1.WatchRequest, self._parse(BY_FIELD["watch"], data))
+                self._requests.take(len(data))
+                taken = len(data)
                 opened = self._calls.hub.watch(request)
+            turn = Turn(self._replies, _this_task().cancel)
             with contextlib.closing(opened) as watcher:
                 while True:
-                    with boundary("Watch", self._clock.new_id):
-                        message = await watcher.next()
-                    await context.write(message)
+                    await self._send_step(context, watcher, turn)
         except RankbookError as error:
             failure = error
+        finally:
+            self._requests.give(taken)
+            if turn is not None:
+                turn.leave()
         self._metrics.answered("Watch", failure.reason.value)
         await abort(context, failure)
 
+    async def _send_step(self, context: Any, watcher: Watcher, turn: Turn) -> None:
+        """Writes the next message of a watch, and forgets it before the one after."""
+        with boundary("Watch", self._clock.new_id):
+            message = await watcher.next(turn)
+        await turn.fit(len(message))
+        await context.write(message)
+        turn.leave()
+
     async def _session(self, _: Any, context: Any) -> None:
+        with _departures():
+            await self._serve_session(context)
+
+    async def _serve_session(self, context: Any) -> None:
         failure: RankbookError | None = None
         if self._closing:
             failure = shutting_down()
@@ -222,7 +296,9 @@ class Service:
                 metadata={"limit": "sessions", "bound": self._max_sessions},
             )
         else:
-            session = Session(context, self._calls, self._metrics, self._clock)
+            session = Session(
+                context, self._calls, self._metrics, self._clock, self._requests, self._replies
+            )
             self._sessions.add(session)
             try:
                 if not await session.run():

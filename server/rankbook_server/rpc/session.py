@@ -6,8 +6,8 @@ its group is committed; a call that waits and a watch are tasks. All replies
 are written one at a time.
 
 What bounds memory: the reader stops taking frames while the client takes no
-replies, writes and waits in flight are counted, and a watch makes its next
-message only once the last one was taken.
+replies, writes and waits in flight are counted, with their bytes, and a watch
+makes its next message only once the last one was taken.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,9 @@ from rankbook_server.clock import Clock
 from rankbook_server.metrics import Metrics
 from rankbook_server.rpc.calls import WRITES, Answer, Calls
 from rankbook_server.rpc.methods import BY_FIELD, Method
+from rankbook_server.rpc.room import SMALL_REPLY_BYTES, ReplyRoom, RequestRoom, Turn
 from rankbook_server.rpc.status import boundary, to_status
+from rankbook_server.watch import Watcher
 from rankbook_server.wire import Body, header, scalar
 
 __all__ = ["MAX_IN_FLIGHT", "MAX_WATCHES", "Session"]
@@ -56,6 +59,7 @@ class _Open:
     method: Method
     request: Any
     started_s: float
+    size: int
     work: asyncio.Future[Any] | None = None
     is_task: bool = False
     sending: bool = False
@@ -80,8 +84,18 @@ def _cancelled(request_id: int) -> Cancelled:
 class Session:
     """One stream. `run` serves it to its end."""
 
-    def __init__(self, context: Any, calls: Calls, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        context: Any,
+        calls: Calls,
+        metrics: Metrics,
+        clock: Clock,
+        requests: RequestRoom,
+        replies: ReplyRoom,
+    ) -> None:
         self._context = context
+        self._requests = requests
+        self._replies = replies
         self._calls = calls
         self._metrics = metrics
         self._clock = clock
@@ -92,9 +106,11 @@ class Session:
         self._wake: asyncio.Future[None] | None = None
         self._emptied: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[Any] | None = None
 
     async def run(self) -> bool:
         """Serves the stream; True when the client closed it, False after `end`."""
+        self._task = asyncio.current_task()
         sender = asyncio.create_task(self._send_written(), name="session-sender")
         reader = asyncio.create_task(self._read(), name="session-reader")
         try:
@@ -114,6 +130,8 @@ class Session:
                     if entry.is_task:
                         tasks.append(entry.work)
             await asyncio.gather(*tasks, return_exceptions=True)
+            for entry in list(self._open.values()):
+                self._close_call(entry)
 
     def end(self) -> None:
         """Stops reading; what is open is answered first."""
@@ -133,6 +151,7 @@ class Session:
     def _close_call(self, entry: _Open) -> None:
         if self._open.get(entry.request_id) is entry:
             del self._open[entry.request_id]
+            self._requests.give(entry.size)
             if entry.method.field == "watch":
                 self._watches -= 1
         if not self._open and self._emptied is not None and not self._emptied.done():
@@ -170,7 +189,14 @@ class Session:
         except RankbookError as error:
             await self._refuse(request_id, method.name if method else "Session", error)
             return
-        entry = _Open(request_id, method, getattr(request, method.field), self._clock.mono())
+        entry = _Open(
+            request_id,
+            method,
+            getattr(request, method.field),
+            self._clock.mono(),
+            len(frame),
+        )
+        self._open[request_id] = entry
         if method.field == "watch":
             self._start(entry, self._watch(entry))
         elif self._calls.may_wait(method.field, entry.request):
@@ -180,7 +206,6 @@ class Session:
         elif self._calls.registry.is_busy:
             self._start(entry, self._answer(entry, timed=True))
         else:
-            self._open[request_id] = entry
             await self._answer(entry, timed=True)
 
     def _admit(self, request_id: int, field: str, size: int) -> None:
@@ -222,9 +247,9 @@ class Session:
                 reason=Reason.TOO_MANY_CALLS,
                 metadata={"limit": "calls in flight on a session", "bound": MAX_IN_FLIGHT},
             )
+        self._requests.take(size)
 
     def _start(self, entry: _Open, work: Any) -> None:
-        self._open[entry.request_id] = entry
         entry.is_task = True
         if entry.method.field == "watch":
             self._watches += 1
@@ -250,12 +275,26 @@ class Session:
 
     async def _send_part(self, entry: _Open, body: Body, *, more: bool) -> None:
         front = scalar(1, entry.request_id) + scalar(2, more)
-        data = b"".join((front, header(entry.method.reply_number, body.size), *body.pieces))
-        entry.sending = True
-        await self._send(data)
+        pieces = (front, header(entry.method.reply_number, body.size), *body.pieces)
+        if body.size <= SMALL_REPLY_BYTES:
+            entry.sending = True
+            await self._send(b"".join(pieces))
+        else:
+            await self._send_large(entry, pieces, body.size)
         entry.sending = False
         if entry.cancelled and more:
             raise _cancelled(entry.request_id)
+
+    async def _send_large(self, entry: _Open, pieces: Sequence[bytes], size: int) -> None:
+        assert self._task is not None
+        # The lock first: what waits behind another frame of this stream needs no room.
+        async with self._lock:
+            held = await self._replies.take(size, self._task.cancel)
+            try:
+                entry.sending = True
+                await self._context.write(b"".join(pieces))
+            finally:
+                self._replies.give(held)
 
     async def _refuse(self, request_id: int, name: str, error: RankbookError) -> None:
         self._metrics.answered(name, error.reason.value)
@@ -287,10 +326,12 @@ class Session:
                 entry.method.field, entry.request, lambda: self._written(entry)
             )
         except RankbookError as error:
-            await self._fail(entry, error, self._clock.mono() - entry.started_s)
+            try:
+                await self._fail(entry, error, self._clock.mono() - entry.started_s)
+            finally:
+                self._close_call(entry)
             return
         entry.work = future
-        self._open[entry.request_id] = entry
 
     def _written(self, entry: _Open) -> None:
         self._outbox.append(entry)
@@ -334,20 +375,42 @@ class Session:
             raise _cancelled(entry.request_id)
         return self._calls.finish(field, entry.request, entry.work.result())
 
+    async def _send_step(self, entry: _Open, watcher: Watcher, turn: Turn) -> None:
+        """Writes the next message of a watch, and forgets it before the one after."""
+        with boundary("Watch", self._clock.new_id):
+            message = await watcher.next(turn)
+        await turn.fit(len(message))
+        front = scalar(1, entry.request_id) + scalar(2, True)
+        entry.sending = True
+        await self._context.write(
+            b"".join((front, header(entry.method.reply_number, len(message)), message))
+        )
+        entry.sending = False
+        turn.leave()
+        if entry.cancelled:
+            raise _cancelled(entry.request_id)
+
     async def _watch(self, entry: _Open) -> None:
+        assert self._task is not None
+        turn = Turn(self._replies, self._task.cancel, self._lock)
         try:
-            with boundary("Watch", self._clock.new_id):
-                opened = self._calls.hub.watch(entry.request)
-            with contextlib.closing(opened) as watcher:
-                while True:
-                    with boundary("Watch", self._clock.new_id):
-                        message = await watcher.next()
-                    await self._send_part(entry, Body([message], len(message)), more=True)
+            await self._step_watch(entry, turn)
         except RankbookError as error:
+            turn.leave()
             await self._fail(entry, error, None)
         except asyncio.CancelledError:
+            turn.leave()
             if not entry.cancelled:
                 raise
             await self._fail(entry, _cancelled(entry.request_id), None)
         except grpc.aio.BaseError:
             return
+        finally:
+            turn.leave()
+
+    async def _step_watch(self, entry: _Open, turn: Turn) -> None:
+        with boundary("Watch", self._clock.new_id):
+            opened = self._calls.hub.watch(entry.request)
+        with contextlib.closing(opened) as watcher:
+            while True:
+                await self._send_step(entry, watcher, turn)

@@ -10,6 +10,7 @@ import pytest
 from rankbook import v1
 from rankbook.errors import Unavailable
 from rankbook_server.registry import Registry
+from rankbook_server.rpc.room import ReplyRoom, Turn
 from rankbook_server.rpc.service import shutting_down
 from rankbook_server.view import View
 from rankbook_server.watch import Hub, Watcher
@@ -27,7 +28,7 @@ def hub_of(registry: Registry) -> Hub:
 
 async def take(messages: Watcher) -> v1.WatchResponse:
     async with asyncio.timeout(10):
-        return v1.WatchResponse.FromString(await messages.next())
+        return v1.WatchResponse.FromString(await messages.next(Turn(ReplyRoom(), lambda: None)))
 
 
 def watch(hub: Hub, **request: Any) -> Watcher:
