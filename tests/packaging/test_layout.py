@@ -5,7 +5,12 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import rankbook
+from rankbook.cli.settings import resolve as command_settings
+from rankbook_server.config import Settings as ServerSettings
+from rankbook_vllm.config import load as connector_settings
 
 ROOT = Path(__file__).parents[2]
 ROOMS = {"proto", "server", "client", "vllm_integration", "tests", "deploy"}
@@ -61,6 +66,16 @@ def test_the_version_is_the_same_everywhere() -> None:
     newest = re.search(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert newest is not None
     assert newest[1] == version
+
+
+def test_client_command_server_and_connectors_meet_at_one_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANKBOOK_SERVER", raising=False)
+    with rankbook.Client() as client:
+        assert client.endpoints == command_settings({}, {}).endpoints
+        assert client.endpoints == connector_settings({}, {}).endpoints
+        assert client.endpoints == (ServerSettings().listen,)
 
 
 def test_the_source_archive_names_its_parts_from_the_root() -> None:
