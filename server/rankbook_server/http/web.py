@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
@@ -11,10 +12,16 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rankbook_server.metrics import CONTENT_TYPE
 
-__all__ = ["WebServer", "web_app"]
+__all__ = ["MAX_CONNECTIONS", "MAX_CONNECTION_S", "WebServer", "web_app"]
+
+MAX_CONNECTIONS = 200
+"""Most connections at a time."""
+MAX_CONNECTION_S = 30.0
+"""Longest life of a connection, in seconds."""
 
 _PATHS = ("/healthz", "/livez", "/readyz", "/metrics")
 
@@ -71,6 +78,36 @@ def web_app(ready: Callable[[], bool], metrics: Callable[[], bytes]) -> Starlett
     )
 
 
+class _Connection(H11Protocol):
+    """One that ends: what asks here is done in milliseconds or holds a place on purpose.
+
+    A probe must get in whatever else is open, so a connection too many costs
+    the oldest its place and not the newest.
+    """
+
+    opened_s = 0.0
+    _end: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Gives it a place and an end."""
+        super().connection_made(transport)
+        self.opened_s = self.loop.time()
+        self._end = self.loop.call_later(MAX_CONNECTION_S, transport.abort)
+        kept = [
+            one
+            for one in self.connections
+            if isinstance(one, _Connection) and not one.transport.is_closing()
+        ]
+        if len(kept) > MAX_CONNECTIONS:
+            min(kept, key=lambda one: one.opened_s).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Gives its place back."""
+        if self._end is not None:
+            self._end.cancel()
+        super().connection_lost(exc)
+
+
 class _Server(uvicorn.Server):
     """Leaves signals to the process's own handlers."""
 
@@ -114,7 +151,7 @@ class WebServer:
             lifespan="off",
             loop="none",
             ws="none",
-            limit_concurrency=256,
+            http=_Connection,
             timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
