@@ -189,6 +189,7 @@ class Server:
 
     def _build_grpc(self) -> grpc.aio.Server:
         settings = self._settings
+        most_calls = settings.max_sessions + settings.max_watchers + settings.max_calls
         server = grpc.aio.server(
             options=(
                 # Twice what a message may be, so that ours is the error that says so.
@@ -198,12 +199,17 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 20_000),
+                # Without it gRPC waits a minute for the answer to a ping.
+                ("grpc.http2.ping_timeout_ms", 20_000),
+                ("grpc.server_handshake_timeout_ms", 20_000),
+                # By default gRPC cancels some calls of a burst of 3,000, without a word
+                # of ours: all clients come back at once after a restart.
+                ("grpc.server.max_pending_requests", most_calls),
+                ("grpc.server.max_pending_requests_hard_limit", most_calls),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ),
-            maximum_concurrent_rpcs=settings.max_sessions
-            + settings.max_watchers
-            + settings.max_calls,
+            maximum_concurrent_rpcs=most_calls,
         )
         server.add_generic_rpc_handlers((self._service.handler(),))
         self._health = health.aio.HealthServicer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import grpc
@@ -9,7 +10,7 @@ import pytest
 
 from rankbook import v1
 
-from .support import Failure, Raw, failure_of, failure_of_rpc, grid, record, span
+from .support import SERVICE, Failure, Raw, failure_of, failure_of_rpc, grid, record, span
 
 
 def test_sessions_over_the_bound_are_refused(rankbookd: Any) -> None:
@@ -121,3 +122,16 @@ def test_a_long_plan_holds_up_no_other_call_and_one_without_bounds_is_refused(
             with pytest.raises(Failure, match="LIMIT_EXCEEDED"):
                 session.call("plan_transfer", endless)
         assert session.call("get_status", v1.GetStatusRequest()).store_available
+
+
+def test_a_burst_of_new_calls_gets_an_answer_of_ours_for_every_one(rankbookd: Any) -> None:
+    server = rankbookd()
+    request = v1.GetTopologyRequest(engine_id="nobody", wait=span(1)).SerializeToString()
+    with contextlib.ExitStack() as stack:
+        raws = [stack.enter_context(Raw(server.grpc)) for _ in range(16)]
+        for raw in raws:
+            raw.call("GetStatus", v1.GetStatusRequest())
+        methods = [raw.channel.unary_unary(SERVICE + "GetTopology") for raw in raws]
+        calls = [methods[n % 16].future(request, timeout=60) for n in range(9000)]
+        reasons = {failure_of_rpc(call.exception()).reason for call in calls}
+    assert reasons == {"ENGINE_NOT_FOUND"}

@@ -11,7 +11,7 @@ from rankbook import v1
 
 from .support import SERVICE, Raw, failure_of, failure_of_rpc, record, span
 
-_ROOM = 128 << 20
+_ROOM = 64 << 20
 _LARGE = 4 << 20
 
 

@@ -25,7 +25,7 @@ __all__ = [
     "Turn",
 ]
 
-MAX_REQUEST_ROOM = 128 * 1024 * 1024
+MAX_REQUEST_ROOM = 64 * 1024 * 1024
 """Bytes of all requests that are not answered yet."""
 MAX_REPLY_ROOM = 128 * 1024 * 1024
 """Bytes of all large replies that their clients have not taken yet."""
