@@ -26,7 +26,10 @@ from rankbook._sync import Client
 from rankbook.errors import Internal, RankbookError
 from rankbook.model import Slot
 
-__all__ = ["Keeping"]
+__all__ = ["BEAT_S", "Keeping"]
+
+BEAT_S = 1.0
+"""A loop that does its work gives a notice at least so often, in seconds, calls aside."""
 
 _log = logging.getLogger("rankbook")
 # The keeper decides about repeats; the client sends once.
@@ -99,9 +102,10 @@ class Keeping:
                 step = self._keeper.next_step(now)
                 if step.kind is StepKind.END:
                     return
+                self._notify("beat", {})
                 if step.kind is StepKind.WAIT:
                     self._tell()
-                    self._wait(step.until_s - now)
+                    self._wait(min(step.until_s - now, BEAT_S))
                     continue
                 self._do(step)
                 self._tell()

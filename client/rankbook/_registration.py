@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import logging
 import os
+import select
 import socket
 import subprocess
 import threading
@@ -45,6 +46,10 @@ _log = logging.getLogger("rankbook")
 _ENDED = (RegistrationState.FENCED, RegistrationState.STOPPED)
 _LONGEST_CALL_S = 2.5
 _RESPAWN_S = (0.05, 5.0)
+_FIRST_BEAT_S = 60.0
+"""A heartbeat process that is being started may be silent for so long."""
+_SILENCE_S = 3.0
+"""One that runs may be silent for half the TTL, and for so long at least."""
 
 
 def _call_timeout_s(ttl_s: float, timeout_s: float | None) -> float:
@@ -508,10 +513,27 @@ class Registration:
         return (RegistrationState.SUSPENDED if registered else self.state).value
 
     def _read_notices(self, process: subprocess.Popen[bytes]) -> None:
+        """Takes notices to the end of the pipe; a process that is silent is ended first."""
         reader = LineReader()
         assert process.stdout is not None
         fd = process.stdout.fileno()
-        while data := os.read(fd, 1 << 16):
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        limit_s, silences = _FIRST_BEAT_S, 0
+        while True:
+            # In two halves: if this process did not run either, the other one gets
+            # the second half to be heard in.
+            if not poll.poll(limit_s * 1000 / 2):
+                silences += 1
+                if silences >= 2 and not self._stopping:
+                    _log.warning("the heartbeat process said nothing for %.3g s", limit_s)
+                    process.kill()
+                    return
+                continue
+            data = os.read(fd, 1 << 16)
+            if not data:
+                return
+            limit_s, silences = max(self._ttl_s / 2, _SILENCE_S), 0
             for notice in reader.feed(data):
                 self._take(notice.pop("kind"), notice)
 
@@ -538,6 +560,8 @@ class Registration:
             process.stdin.flush()
 
     def _take(self, kind: str, value: dict[str, Any]) -> None:
+        if kind == "beat":
+            return
         if kind == "clock":
             self._clock = ClockOffset(value["offset_s"], value["error_s"], value["measured_s"])
             return

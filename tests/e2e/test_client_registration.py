@@ -221,6 +221,24 @@ def test_a_killed_heartbeat_is_replaced_before_the_lease_runs_out(
     assert rankbook.EventType.REMOVED not in [events.get() for _ in range(events.qsize())]
 
 
+def test_a_frozen_heartbeat_is_replaced_before_the_lease_runs_out(
+    shared_rankbookd, registration, made, engine_id
+):
+    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc, ttl_s=6)
+    one.start()
+    lease = one.wait_registered(10).lease
+    first = one.heartbeat_pid
+    os.kill(first, signal.SIGSTOP)
+    made.eventually(
+        lambda: one.state is State.REGISTERED and one.heartbeat_pid not in (None, first),
+        6,
+        "another heartbeat process keeps it",
+    )
+    assert one.current.registered.lease.lease_id == lease.lease_id
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
 def test_a_registry_restarted_faster_than_a_heartbeat_is_noticed_and_has_kept_the_records(
     rankbookd, registration, made, engine_id, tmp_path
 ):
