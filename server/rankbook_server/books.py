@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rankbook import v1
 from rankbook.errors import Overloaded, Reason
 from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
@@ -14,9 +15,17 @@ from rankbook_server.store.base import Snapshot
 
 __all__ = ["Books"]
 
+_REMEMBERED = 64
+"""Names that are remembered of namespaces with nothing in them, for each one that
+may have something: some 10 MB at the default bound."""
+
 
 class Books:
-    """One book a namespace. Owned by the registry's writer; bounded."""
+    """One book a namespace. Owned by the registry's writer; bounded.
+
+    A namespace that became empty gives its place to another. What it must not
+    forget, its epoch floor and its horizon, stays.
+    """
 
     def __init__(self, clock: Clock, limits: BookLimits, max_namespaces: int) -> None:
         """Begins without any.
@@ -30,6 +39,7 @@ class Books:
         self._limits = limits
         self._max = max_namespaces
         self._books: dict[str, Book] = {}
+        self._emptied: dict[str, v1.StoredNamespace] = {}
 
     def get(self, namespace: str) -> Book:
         """A namespace's book; an empty one, not kept, where nothing was written."""
@@ -43,7 +53,9 @@ class Books:
         """
         if book.namespace in self._books:
             return
-        if len(self._books) >= self._max:
+        known = book.namespace in self._emptied
+        remembered = len(self._emptied) - known
+        if len(self._books) >= self._max or remembered >= self._max * _REMEMBERED:
             raise Overloaded(
                 f"namespace {book.namespace} would be one more than the {self._max} this server "
                 "holds: use an existing one, or raise --max-namespaces",
@@ -54,7 +66,14 @@ class Books:
                     "namespace": book.namespace,
                 },
             )
+        self._emptied.pop(book.namespace, None)
         self._books[book.namespace] = book
+
+    def retire(self) -> None:
+        """Lets go of books with nothing in them; none may hold what is not committed."""
+        for namespace, book in list(self._books.items()):
+            if not book.engines and not book.leases:
+                self._emptied[namespace] = self._books.pop(namespace).facts
 
     def all(self) -> Iterable[Book]:
         """Every book that is kept, by namespace."""
@@ -73,6 +92,7 @@ class Books:
         """
         engines = {namespace: set(book.engines) for namespace, book in self._books.items()}
         self._books = {}
+        self._emptied = {}
         for entry in snapshot.entries:
             namespace = entry.key.partition("/")[0]
             book = self._books.get(namespace)
@@ -83,10 +103,14 @@ class Books:
             book.link_leases()
             book.take_touched()
             engines.setdefault(namespace, set()).update(book.engines)
+        self.retire()
         self.grant_grace(self._clock.now())
         return engines
 
     def _new(self, namespace: str) -> Book:
         book = Book(namespace, new_id=self._clock.new_id, limits=self._limits)
         book.clock_s = self._clock.mono()
+        facts = self._emptied.get(namespace)
+        if facts is not None:
+            book.facts = facts
         return book

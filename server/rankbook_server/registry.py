@@ -378,6 +378,8 @@ class Registry:
         sweeps = now.mono_s >= self._next_sweep_s
         if sweeps:
             self._next_sweep_s = now.mono_s + self._limits.sweep_s
+            if self._in_flight is None and not self._unsettled:
+                self._books.retire()
         for book in self._books.all():
             deadline = book.next_deadline()
             due: list[tuple[str, Step]] = []

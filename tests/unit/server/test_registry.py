@@ -11,6 +11,7 @@ import pytest
 from rankbook import v1
 from rankbook.errors import Internal, Overloaded, RankbookError, Reason, Unavailable
 from rankbook_server.core.book import Book
+from rankbook_server.core.fold import BookLimits
 from rankbook_server.core.ops import Txn
 
 from .support import Bench, Heard, registration, running, until
@@ -244,5 +245,35 @@ def test_a_book_read_anew_is_the_same_and_its_leases_have_their_time() -> None:
             assert again.registry.revision == 1
             assert again.registry.book("n").engine("e") == bench.registry.book("n").engine("e")
             assert again.registry.book("n").leases[reply.lease.lease_id].ttl_s == 10.0
+
+    asyncio.run(run())
+
+
+def test_a_namespace_that_became_empty_gives_its_place_away_and_keeps_its_epoch_floor() -> None:
+    async def begin(bench: Bench, namespace: str) -> Any:
+        request = v1.BeginGenerationRequest(engine_id="e", generation="g")
+        return await bench.registry.submit(
+            "begin", namespace, lambda book, now: Book.begin_generation(book, request, now)
+        )
+
+    async def run() -> None:
+        book = BookLimits(tombstone_ttl_s=1.0)
+        async with running(book=book, max_namespaces=1, sweep_s=1.0) as bench:
+            assert (await begin(bench, "a")).epoch == 1
+            with pytest.raises(Overloaded, match="namespace b"):
+                await begin(bench, "b")
+            for _ in range(4):
+                await bench.pass_time(1.5)
+            assert (await begin(bench, "b")).epoch == 1
+            assert bench.registry.book("a").epoch_floor == 1
+            with pytest.raises(Overloaded, match="namespace a"):
+                await begin(bench, "a")
+            for _ in range(4):
+                await bench.pass_time(1.5)
+            assert (await begin(bench, "a")).epoch == 2
+            # Also when the book is read anew.
+            await bench.registry._load()
+            assert bench.registry.book("b").epoch_floor == 1
+            assert bench.registry.namespaces() == ["a"]
 
     asyncio.run(run())
