@@ -86,6 +86,7 @@ _HOST_NAME = re.compile(r"[^\s\x00-\x20\x7f/\\\[\]:@%?#]{1,253}\Z")
 _SHOWN_CHARS = 64
 _MAX_INSTANT_S = 253_402_300_799
 """The end of the year 9999, the last instant that a Timestamp may name."""
+_MAX_NANOS = 999_999_999
 
 
 def _shown(value: object) -> str:
@@ -383,9 +384,8 @@ def check_core(core: v1.CoreRecord) -> None:
         raise _bad("core.clock.registry_time", None, "a pair has both readings")
     if not math.isfinite(core.clock.local_s):
         raise _bad("core.clock.local_s", core.clock.local_s, "a number of seconds")
-    for name, value in (
-        ("registry_time", core.clock.registry_time.seconds),
-        ("error", core.clock.error.seconds),
-    ):
-        if not 0 <= value <= _MAX_INSTANT_S:
-            raise _bad(f"core.clock.{name}", value, f"0 to {_MAX_INSTANT_S} seconds")
+    for name, part in (("registry_time", core.clock.registry_time), ("error", core.clock.error)):
+        if not 0 <= part.seconds <= _MAX_INSTANT_S:
+            raise _bad(f"core.clock.{name}", part.seconds, f"0 to {_MAX_INSTANT_S} seconds")
+        if not 0 <= part.nanos <= _MAX_NANOS:
+            raise _bad(f"core.clock.{name}.nanos", part.nanos, f"0 to {_MAX_NANOS}")

@@ -314,6 +314,15 @@ def a_clock_of_no_year(request: v1.SealEngineRequest) -> None:
     request.core.clock.registry_time.seconds = 2**60
 
 
+def a_clock_error_below_zero(request: v1.SealEngineRequest) -> None:
+    request.core.clock.registry_time.seconds = 1
+    request.core.clock.error.nanos = -5
+
+
+def a_clock_of_more_than_a_second_of_nanoseconds(request: v1.SealEngineRequest) -> None:
+    request.core.clock.registry_time.nanos = 1_000_000_000
+
+
 def a_clock_that_is_no_number(request: v1.SealEngineRequest) -> None:
     request.core.clock.registry_time.seconds = 1
     request.core.clock.local_s = float("nan")
@@ -327,6 +336,8 @@ def a_clock_that_is_no_number(request: v1.SealEngineRequest) -> None:
         (outside, "5"),
         (half_a_clock_pair, "registry_time"),
         (a_clock_of_no_year, "registry_time"),
+        (a_clock_error_below_zero, "error"),
+        (a_clock_of_more_than_a_second_of_nanoseconds, "registry_time"),
         (a_clock_that_is_no_number, "local_s"),
     ],
 )
