@@ -41,6 +41,7 @@ __all__ = [
     "MIN_TTL_S",
     "check_batch",
     "check_core",
+    "check_count",
     "check_host",
     "check_id",
     "check_namespace",
@@ -154,6 +155,16 @@ def check_host(field: str, value: str) -> str:
     # Python's own text of a mapped address is not the same in every version.
     mapped = literal.ipv4_mapped
     return f"{f'::ffff:{mapped}' if mapped else literal.compressed}{percent}{zone}"
+
+
+def check_count(field: str, count: int, bound: int, unit: str) -> None:
+    """Checks that a repeated field has at most `bound` elements, before any is looked at.
+
+    Raises:
+        LimitExceeded: It has more.
+    """
+    if count > bound:
+        raise _over(field, count, bound, unit)
 
 
 def check_text(field: str, value: str, bound: int = MAX_TEXT_CHARS) -> str:

@@ -30,8 +30,15 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from rankbook import v1
-from rankbook.errors import Overloaded, RankbookError, Reason
-from rankbook.limits import MAX_REPLY_BYTES, check_id, check_namespace
+from rankbook.errors import BadRequest, Overloaded, RankbookError, Reason
+from rankbook.limits import (
+    MAX_LABELS,
+    MAX_REPLY_BYTES,
+    check_count,
+    check_id,
+    check_namespace,
+    check_text,
+)
 from rankbook_server.registry import Registry
 from rankbook_server.view import EngineView, View, removed_event
 from rankbook_server.wire import delimited, scalar
@@ -51,11 +58,27 @@ class EngineTest:
         """Checks a filter.
 
         Raises:
-            BadRequest: An id in it is no id.
+            BadRequest: An id in it is no id, or a role or state is none.
+            LimitExceeded: It has more labels or states than there may be, or
+                a text in it is too long.
         """
+        check_count("filter.labels", len(wanted.labels), MAX_LABELS, "labels")
+        check_count("filter.states", len(wanted.states), len(v1.State.keys()), "states")
+        check_text("filter.model", wanted.model)
+        check_text("filter.compat_hash", wanted.compat_hash)
         for name in ("group", "engine_id"):
             if value := getattr(wanted, name):
                 check_id(f"filter.{name}", value)
+        for name, value, kind in (
+            ("role", wanted.role, v1.Role),
+            *(("states", state, v1.State) for state in wanted.states),
+        ):
+            if value not in kind.values():
+                rule = f"one of {', '.join(kind.keys()[1:])}"
+                raise BadRequest(
+                    f"filter.{name} is {value}: {rule}",
+                    metadata={"field": f"filter.{name}", "value": value, "rule": rule},
+                )
         self._engine_id = wanted.engine_id
         self._group = wanted.group
         self._role = wanted.role

@@ -198,6 +198,48 @@ BAD_REQUESTS = {
         v1.BeginGenerationRequest(engine_id="e"),
         "INVALID_REQUEST",
     ),
+    "65,537 slots asked for": (
+        "GetTopology",
+        v1.GetTopologyRequest(engine_id="no", slots=[v1.Slot()] * 65_537),
+        "LIMIT_EXCEEDED",
+    ),
+    "65,537 slots to leave": (
+        "Deregister",
+        v1.DeregisterRequest(
+            engine_id="no", generation="g", boot_id="b", sequence=1, slots=[v1.Slot()] * 65_537
+        ),
+        "LIMIT_EXCEEDED",
+    ),
+    "filter of 65 labels": (
+        "ListEngines",
+        v1.ListEnginesRequest(filter=v1.EngineFilter(labels={f"k{n}": "v" for n in range(65)})),
+        "LIMIT_EXCEEDED",
+    ),
+    "filter of 9 states": (
+        "ListEngines",
+        v1.ListEnginesRequest(filter=v1.EngineFilter(states=[v1.STATE_READY] * 9)),
+        "LIMIT_EXCEEDED",
+    ),
+    "filter of a model of 1,025 characters": (
+        "ListEngines",
+        v1.ListEnginesRequest(filter=v1.EngineFilter(model="x" * 1025)),
+        "LIMIT_EXCEEDED",
+    ),
+    "plan of an unknown mode": (
+        "PlanTransfer",
+        v1.PlanTransferRequest(producer_engine_id="no", consumer_engine_id="no", mode=99),
+        "INVALID_REQUEST",
+    ),
+    "list of an unknown role": (
+        "ListEngines",
+        v1.ListEnginesRequest(filter=v1.EngineFilter(role=99)),
+        "INVALID_REQUEST",
+    ),
+    "list of an unknown state": (
+        "ListEngines",
+        v1.ListEnginesRequest(filter=v1.EngineFilter(states=[v1.STATE_READY, 99])),
+        "INVALID_REQUEST",
+    ),
     "plan from no engine": (
         "PlanTransfer",
         v1.PlanTransferRequest(producer_engine_id="no", consumer_engine_id="no"),

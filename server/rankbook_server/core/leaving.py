@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rankbook import v1
 from rankbook.convert import timestamp
 from rankbook.errors import LimitExceeded, NotFound, Reason
-from rankbook.limits import check_id, check_slot
+from rankbook.limits import MAX_GRID_SLOTS, check_count, check_id, check_slot
 from rankbook_server.core.admission import (
     check_sequence,
     current_engine,
@@ -94,6 +94,7 @@ def deregister(
     """Takes a holder's records out; a second call finds nothing to do."""
     check_sequence(request.sequence)
     boot_id = check_id("boot_id", request.boot_id)
+    check_count("slots", len(request.slots), MAX_GRID_SLOTS, "slots")
     engine = current_engine(book, request.engine_id, request.generation, request.epoch)
     for named in request.slots:
         check_slot(named, engine.head.layout, "slots")

@@ -331,6 +331,11 @@ class Calls:
         self, request: v1.PlanTransferRequest, remaining_s: float | None
     ) -> v1.PlanTransferResponse:
         namespace = check_namespace(request.namespace)
+        if request.mode not in v1.TransferMode.values():
+            raise BadRequest(
+                f"mode is {request.mode}: PULL, PUSH, or none for what the producer states",
+                metadata={"field": "mode", "value": request.mode, "rule": "a known value"},
+            )
         producer_id = request.producer_engine_id
         producer = self._usable(namespace, "producer_engine_id", producer_id)
         records = self._records(namespace, producer_id)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from rankbook import v1
 from rankbook.errors import BadRequest, Gone, Incomplete, NotFound, RankbookError, Reason, Refused
-from rankbook.limits import MAX_REPLY_BYTES, check_id, check_namespace, check_slot
+from rankbook.limits import (
+    MAX_GRID_SLOTS,
+    MAX_REPLY_BYTES,
+    check_count,
+    check_id,
+    check_namespace,
+    check_slot,
+)
 from rankbook_server.clock import Clock
 from rankbook_server.core.keys import slot_text
 from rankbook_server.registry import Registry
@@ -179,6 +186,7 @@ class TopologyReader:
             )
         if request.generation:
             check_id("generation", request.generation)
+        check_count("slots", len(request.slots), MAX_GRID_SLOTS, "slots")
         if remaining_s is not None:
             wait_s = min(wait_s, remaining_s - _MARGIN_S)
         until_s = self._clock.mono() + wait_s if wait_s > 0 else 0.0
