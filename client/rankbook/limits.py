@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from rankbook import v1
@@ -22,6 +22,7 @@ __all__ = [
     "MAX_ADDRESSES",
     "MAX_BATCH_BYTES",
     "MAX_BATCH_RECORDS",
+    "MAX_CALL_BYTES",
     "MAX_DRAIN_WAIT_S",
     "MAX_ENGINE_BYTES",
     "MAX_EXTRA_LAYERS",
@@ -35,6 +36,7 @@ __all__ = [
     "MAX_PEERS",
     "MAX_RENEWALS",
     "MAX_REPLY_BYTES",
+    "MAX_SMALL_CALL_BYTES",
     "MAX_TEXT_CHARS",
     "MAX_TTL_S",
     "MAX_WAIT_S",
@@ -78,6 +80,20 @@ MAX_PAGE_ENGINES = 1000
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """Largest request a server takes. The largest legal one is a seal of a grid of
 65,536 slots with short boot ids (about 6 MiB)."""
+MAX_CALL_BYTES: Mapping[str, int] = {
+    "seal_engine": MAX_MESSAGE_BYTES,
+    "report_peers": 3 * 1024 * 1024,
+    "register_workers": MAX_BATCH_BYTES + 128 * 1024,
+    "update_worker": MAX_BATCH_BYTES + 128 * 1024,
+    "get_topology": 1024 * 1024,
+    "deregister": 1024 * 1024,
+    "renew_leases": 512 * 1024,
+}
+"""Largest request of a call, by its field in a session; `MAX_SMALL_CALL_BYTES` for
+the others. Each fits the call's largest legal request, and keeps the time to
+read one well below a lease's."""
+MAX_SMALL_CALL_BYTES = 256 * 1024
+"""Largest request of every other call: a filter with 64 labels is 82 KiB."""
 MAX_REPLY_BYTES = 3 * 1024 * 1024
 """Largest part of a reply: below gRPC's default receive bound of 4 MiB, so that
 clients in other languages need no option."""

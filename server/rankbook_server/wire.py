@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Body", "delimited", "header", "scalar", "varint"]
+__all__ = ["Body", "delimited", "header", "scalar", "top_level", "varint"]
 
+_MAX_TOP_LEVEL = 64
 _SMALL = tuple(bytes((n,)) for n in range(128))
 
 
@@ -52,3 +53,48 @@ def delimited(field: int, data: bytes) -> bytes:
 def scalar(field: int, value: int) -> bytes:
     """A whole number field; nothing where it is zero, as proto3 has it."""
     return varint(field << 3) + varint(value) if value else b""
+
+
+def top_level(data: bytes) -> list[tuple[int, int]]:
+    """The fields of a serialised message, without reading into them.
+
+    Returns:
+        Each field's number, in order, with its value where that is a varint
+        and its size in bytes where it is length-delimited.
+
+    Raises:
+        ValueError: The bytes are no message.
+    """
+    found = []
+    at, end = 0, len(data)
+    while at < end:
+        tag, at = _read_varint(data, at)
+        kind = tag & 7
+        if kind == 0:
+            value, at = _read_varint(data, at)
+        elif kind == 2:
+            value, at = _read_varint(data, at)
+            at += value
+        elif kind in (1, 5):
+            value = 0
+            at += 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"wire type {kind} is none of a message's")
+        if at > end or tag >> 3 == 0:
+            raise ValueError("the message ends within a field")
+        found.append((tag >> 3, value))
+        if len(found) > _MAX_TOP_LEVEL:
+            raise ValueError(f"more than {_MAX_TOP_LEVEL} fields")
+    return found
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64 and at < len(data):
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+    raise ValueError("a number does not end")

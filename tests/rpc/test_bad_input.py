@@ -9,9 +9,21 @@ from typing import Any
 import pytest
 
 from rankbook import v1
-from rankbook.limits import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
+from rankbook.convert import duration
+from rankbook.limits import (
+    MAX_CALL_BYTES,
+    MAX_GRID_SLOTS,
+    MAX_LABELS,
+    MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    MAX_PEERS,
+    MAX_RENEWALS,
+    MAX_SMALL_CALL_BYTES,
+    MAX_TEXT_CHARS,
+)
+from rankbook_server.wire import delimited, scalar
 
-from .support import Failure, Raw, grid, record, registration, span
+from .support import Failure, Raw, failure_of, grid, record, registration, span
 
 LONG = "x" * 300
 
@@ -278,6 +290,51 @@ def test_a_message_over_the_limit_is_a_typed_error(raw: Raw) -> None:
         session.send_bytes(b"\x0a" * (MAX_MESSAGE_BYTES + 1))
         assert session.take().WhichOneof("reply") == "status"
         assert session.call("get_status", v1.GetStatusRequest()).store_available
+
+
+@pytest.mark.parametrize("way", ["unary", "session", "session in two parts"])
+def test_a_request_too_large_for_its_call_is_refused_before_it_is_read(raw: Raw, way: str) -> None:
+    # Reading 300,000 labels takes the server's loop longer than a stall may last.
+    bomb = v1.RegisterWorkersRequest(records=[record()])
+    for number in range(150_000):
+        bomb.records[0].labels[f"k{number}"] = ""
+    data = bomb.SerializeToString()
+    assert MAX_CALL_BYTES["register_workers"] < len(data) < MAX_MESSAGE_BYTES
+    if way == "unary":
+        with pytest.raises(Failure, match="LIMIT_EXCEEDED") as caught:
+            raw.bytes("RegisterWorkers", data)
+        metadata = caught.value.metadata
+    else:
+        parts = [data] if way == "session" else [data[: len(data) // 2], data[len(data) // 2 :]]
+        frame = scalar(1, 7) + b"".join(delimited(3, part) for part in parts)
+        with raw.session() as session:
+            session.send_bytes(frame)
+            answer = session.take()
+            assert answer.request_id == 7
+            metadata = failure_of(answer.status).metadata
+            assert session.call("get_status", v1.GetStatusRequest()).store_available
+    assert metadata["call"] == "RegisterWorkers"
+    assert metadata["value"] == str(len(data))
+    assert metadata["bound"] == str(MAX_CALL_BYTES["register_workers"])
+
+
+def test_the_largest_legal_batch_and_report_fit_their_calls() -> None:
+    name = "n" * 253
+    peers = [
+        v1.PeerConnection(engine_id=name, generation=name, transfers_in_flight=2**32 - 1)
+    ] * MAX_PEERS
+    report = v1.ReportPeersRequest(namespace=name, boot_id=name, peers=peers)
+    assert report.ByteSize() <= MAX_CALL_BYTES["report_peers"]
+    slot = v1.Slot(pp_rank=65_535, pcp_rank=65_535, tp_rank=65_535)
+    asked = v1.GetTopologyRequest(namespace=name, engine_id=name, slots=[slot] * MAX_GRID_SLOTS)
+    assert asked.ByteSize() <= MAX_CALL_BYTES["get_topology"]
+    gone = v1.DeregisterRequest(engine_id=name, boot_id=name, slots=[slot] * MAX_GRID_SLOTS)
+    assert gone.ByteSize() <= MAX_CALL_BYTES["deregister"]
+    leases = [v1.LeaseRenewal(lease_id=name, ttl=duration(300))] * MAX_RENEWALS
+    assert v1.RenewLeasesRequest(leases=leases).ByteSize() <= MAX_CALL_BYTES["renew_leases"]
+    labels = {f"{number:03}" + "k" * 250: "v" * MAX_TEXT_CHARS for number in range(MAX_LABELS)}
+    watch = v1.WatchRequest(filter=v1.EngineFilter(labels=labels))
+    assert watch.ByteSize() <= MAX_SMALL_CALL_BYTES
 
 
 def test_a_wire_field_from_a_newer_version_is_ignored(raw: Raw) -> None:

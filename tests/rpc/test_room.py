@@ -12,7 +12,7 @@ from rankbook import v1
 from .support import SERVICE, Raw, failure_of, failure_of_rpc, record, span
 
 _ROOM = 64 << 20
-_LARGE = 4 << 20
+_LARGE = 1 << 20
 
 
 def _rss_kib(pid: int) -> int:
@@ -25,7 +25,7 @@ def test_large_requests_that_wait_are_refused_over_the_bound_and_free_it_when_th
 ) -> None:
     server = rankbookd()
     large = v1.GetTopologyRequest(
-        engine_id="later", wait=span(60), known_book_id="x" * (_LARGE - 100)
+        engine_id="later", wait=span(60), known_book_id="x" * (_LARGE - 200)
     )
     fits = _ROOM // large.ByteSize()
     with Raw(server.grpc) as raw:

@@ -17,13 +17,12 @@ from google.protobuf.message import DecodeError, Message
 from rankbook import v1
 from rankbook.errors import (
     BadRequest,
-    LimitExceeded,
     Overloaded,
     RankbookError,
     Reason,
     Unavailable,
 )
-from rankbook.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
+from rankbook.limits import MAX_REPLY_BYTES
 from rankbook_server.clock import Clock
 from rankbook_server.metrics import Metrics
 from rankbook_server.rpc.calls import Calls
@@ -210,16 +209,7 @@ class Service:
 
     @staticmethod
     def _parse(method: Method, data: bytes) -> Message:
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise LimitExceeded(
-                f"the message is {len(data)} bytes, over the limit of {MAX_MESSAGE_BYTES} bytes",
-                metadata={
-                    "limit": "message",
-                    "value": len(data),
-                    "bound": MAX_MESSAGE_BYTES,
-                    "unit": "bytes",
-                },
-            )
+        method.check_size(len(data))
         try:
             return method.parse(data)
         except DecodeError:

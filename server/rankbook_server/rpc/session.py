@@ -26,20 +26,19 @@ from rankbook import v1
 from rankbook.errors import (
     BadRequest,
     Cancelled,
-    LimitExceeded,
     Overloaded,
     RankbookError,
     Reason,
 )
-from rankbook.limits import MAX_MESSAGE_BYTES
+from rankbook.limits import MAX_SMALL_CALL_BYTES
 from rankbook_server.clock import Clock
 from rankbook_server.metrics import Metrics
 from rankbook_server.rpc.calls import WRITES, Answer, Calls
-from rankbook_server.rpc.methods import BY_FIELD, Method
+from rankbook_server.rpc.methods import BY_FIELD, BY_NUMBER, Method
 from rankbook_server.rpc.room import SMALL_REPLY_BYTES, ReplyRoom, RequestRoom, Turn
 from rankbook_server.rpc.status import boundary, to_status
 from rankbook_server.watch import Watcher
-from rankbook_server.wire import Body, header, scalar
+from rankbook_server.wire import Body, header, scalar, top_level
 
 __all__ = ["MAX_IN_FLIGHT", "MAX_WATCHES", "Session"]
 
@@ -73,6 +72,33 @@ def _malformed(size: int) -> BadRequest:
         reason=Reason.MALFORMED_MESSAGE,
         metadata={"bytes": size, "message": "rankbook.v1.SessionRequest"},
     )
+
+
+def _check_large(frame: bytes) -> tuple[int, RankbookError | None]:
+    """Whether a large frame is too large for its call, before it is read.
+
+    Returns:
+        The frame's request_id, and the error to refuse it with.
+    """
+    try:
+        fields = top_level(frame)
+    except ValueError:
+        return 0, _malformed(len(frame))
+    request_id = next((value for number, value in reversed(fields) if number == 1), 0)
+    sizes: dict[int, int] = {}
+    for number, size in fields:
+        if number != 1:
+            # The parts of a field that comes twice are merged.
+            sizes[number] = sizes.get(number, 0) + size
+    try:
+        for number, size in sizes.items():
+            if number in BY_NUMBER:
+                BY_NUMBER[number].check_size(size)
+            elif size > MAX_SMALL_CALL_BYTES:
+                return request_id, _malformed(len(frame))
+    except RankbookError as error:
+        return request_id, error
+    return request_id, None
 
 
 def _cancelled(request_id: int) -> Cancelled:
@@ -167,6 +193,11 @@ class Session:
             await self._take(frame)
 
     async def _take(self, frame: bytes) -> None:
+        if len(frame) > MAX_SMALL_CALL_BYTES:
+            large_id, too_large = _check_large(frame)
+            if too_large is not None:
+                await self._refuse(large_id, "Session", too_large)
+                return
         try:
             request = v1.SessionRequest.FromString(frame)
         except DecodeError:
@@ -209,16 +240,6 @@ class Session:
             await self._answer(entry, timed=True)
 
     def _admit(self, request_id: int, field: str, size: int) -> None:
-        if size > MAX_MESSAGE_BYTES:
-            raise LimitExceeded(
-                f"the message is {size} bytes, over the limit of {MAX_MESSAGE_BYTES} bytes",
-                metadata={
-                    "limit": "message",
-                    "value": size,
-                    "bound": MAX_MESSAGE_BYTES,
-                    "unit": "bytes",
-                },
-            )
         if request_id == 0:
             raise BadRequest(
                 "request_id is 0: number the calls of a session from 1",
