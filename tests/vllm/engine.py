@@ -96,10 +96,11 @@ class Engine:
         folder: Path,
         *,
         connector: str = "NixlPushConnector",
-        engine_id: str,
+        engine_id: str = "",
         pp_size: int = 2,
         settings: dict | None = None,
         extra: dict | None = None,
+        launch: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server"),
         arguments: tuple[str, ...] = (),
         env: dict | None = None,
     ) -> None:
@@ -109,27 +110,28 @@ class Engine:
             model: Folder of the model.
             folder: Where the log goes.
             connector: Class name; loaded from rankbook_vllm.connectors.
-            engine_id: vLLM's engine_id.
+            engine_id: vLLM's engine_id; empty lets vLLM make one.
             pp_size: Pipeline stages.
             settings: The connector's "rankbook" settings.
             extra: More of its extra config.
+            launch: What Python runs.
             arguments: More arguments of vLLM's server.
             env: More environment.
         """
         self.port = free_port()
         self.side_port = free_port()
         self.engine_id = engine_id
-        self.log = folder / f"{engine_id}-{self.port}.log"
+        self.log = folder / f"{engine_id or 'engine'}-{self.port}.log"
         self._shm = set(os.listdir("/dev/shm"))
         transfer = {
             "kv_connector": connector,
             "kv_connector_module_path": "rankbook_vllm.connectors",
             "kv_role": "kv_producer",
             "kv_buffer_device": "cpu",
-            "engine_id": engine_id,
+            **({"engine_id": engine_id} if engine_id else {}),
             "kv_connector_extra_config": {**(extra or {}), "rankbook": settings or {}},
         }
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [sys.executable, *launch]
         command += ["--model", str(model), "--served-model-name", "tiny"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--max-model-len", "1024", "--block-size", "32"]
