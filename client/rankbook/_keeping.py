@@ -23,7 +23,7 @@ from rankbook._pipe import decode_bytes
 from rankbook._replies import ClockOffset
 from rankbook._retry import RetryPolicy
 from rankbook._sync import Client
-from rankbook.errors import Internal, RankbookError
+from rankbook.errors import Internal, NotFound, RankbookError
 from rankbook.model import Slot
 
 __all__ = ["BEAT_S", "Keeping"]
@@ -236,6 +236,8 @@ class Keeping:
             return lease_id
         try:
             self._client.revoke_lease(lease_id, timeout_s=left)
+        except NotFound:
+            pass  # it ended before: what was wanted is so
         except RankbookError as error:
             _log.warning("the lease is left to run out: %s", error.message)
         return lease_id

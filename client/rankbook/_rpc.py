@@ -34,7 +34,6 @@ __all__ = [
     "is_unimplemented",
     "multicallable",
     "resumed",
-    "to_caller",
     "unreachable",
     "why_no_registry",
 ]
@@ -178,20 +177,6 @@ def deadline_passed(call: Call, timeout_s: float) -> DeadlineExceeded:
         f"{call.method} got no answer within {timeout_s:.3g} s; the registry may still do it",
         metadata={"call": call.method, "timeout_s": f"{timeout_s:.3g}"},
     )
-
-
-def to_caller(error: RankbookError, said: RankbookError | None) -> RankbookError:
-    """The error that ends a call which was sent several times.
-
-    Args:
-        error: What the last send came to.
-        said: What the one before it came to.
-    """
-    # A deadline that cuts a wait short says nothing; what was waited for does.
-    # Only reads wait for a revision, so nothing can have happened meanwhile.
-    if said is None or said.reason is not Reason.REVISION_NOT_REACHED:
-        return error
-    return said if isinstance(error, DeadlineExceeded) else error
 
 
 def closed() -> Cancelled:

@@ -65,6 +65,26 @@ class Session:
         """Begins with no call."""
         self._next = 1
         self._open: dict[int, _Open] = {}
+        self._heard_s = 0.0
+        self._silences = 0
+
+    def heard(self, now_s: float) -> None:
+        """Notes that the server was heard at `now_s`, monotonic, in seconds."""
+        self._heard_s, self._silences = now_s, 0
+
+    def is_silent(self, sent_s: float, *, endpoints: int) -> bool:
+        """Whether to leave this stream after a call had no answer in time.
+
+        Args:
+            sent_s: When the call was sent, on the clock of `heard`.
+            endpoints: How many there are to go to, this one included.
+        """
+        if self._heard_s >= sent_s:
+            return False
+        # Nothing at all came since the call went out. One such call may be bad
+        # luck where there is nowhere else to go; a second one is not.
+        self._silences += 1
+        return self._silences >= 2 or endpoints > 1
 
     @property
     def open_calls(self) -> int:

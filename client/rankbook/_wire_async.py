@@ -15,10 +15,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rankbook import _clock, _rpc, v1
+from rankbook._attempts import Attempts
 from rankbook._cache import WatchFold
-from rankbook._calls import METHODS, Answer, Call, Script, attempt_until, shortened, unary_method
+from rankbook._calls import Answer, Call, Script, attempt_until, unary_method
 from rankbook._channel import CONNECT_TIMEOUT_S, Endpoint, Settings, target
-from rankbook._retry import backoff_s, next_delay_s
+from rankbook._retry import backoff_s
 from rankbook._rpc import Failure, Step
 from rankbook._session import Broken, Outcome, Session
 from rankbook.errors import BadRequest, RankbookError, Reason, Retry
@@ -53,8 +54,6 @@ class _Connection:
         self.stream: Any = None
         self.writer: asyncio.Task[None] | None = None
         self.unary = False
-        self.heard_s = 0.0
-        self.silences = 0
         self.error: RankbookError | None = None
 
 
@@ -86,32 +85,15 @@ class AsyncWire:
         return cast(T, result)
 
     async def _call(self, call: Call, timeout_s: float) -> Answer:
-        policy, repeat = self._settings.retry, METHODS[call.method].repeat
-        until = _clock.mono_s() + timeout_s
-        attempt, waited = 0, 0.0
-        said: RankbookError | None = None
+        attempts = Attempts(self._settings.retry, call, now_s=_clock.mono_s(), timeout_s=timeout_s)
         while True:
-            attempt += 1
-            if attempt > 1:
-                left = until - _clock.mono_s()
-                call = shortened(call, left - (timeout_s - call.wait_s))
+            call = attempts.next_call(_clock.mono_s())
             try:
-                return await self._attempt(call, until, timeout_s)
+                return await self._attempt(call, attempts.until_s, timeout_s)
             except Failure as failure:
-                delay = next_delay_s(
-                    policy,
-                    failure.error,
-                    repeat,
-                    sent=failure.sent,
-                    attempt=attempt,
-                    waited_s=waited,
-                    rng=random.random,
-                )
-                if delay is None or _clock.mono_s() + delay >= until:
-                    raise _rpc.to_caller(failure.error, said) from None
-                said = failure.error
-            waited += delay
-            await asyncio.sleep(delay)
+                error, sent = failure.error, failure.sent
+            delay_s = attempts.delay_s(error, sent=sent, now_s=_clock.mono_s(), rng=random.random)
+            await asyncio.sleep(delay_s)
 
     async def _attempt(self, call: Call, until: float, timeout_s: float) -> Answer:
         connection = await self._connected(until, timeout_s)
@@ -150,14 +132,10 @@ class AsyncWire:
         frame = connection.session.give_up(request_id)
         if frame is not None:
             connection.outbox.put_nowait(frame)
-        if silent_since is None or connection.heard_s >= silent_since:
+        count = len(self._settings.endpoints)
+        if silent_since is None or not connection.session.is_silent(silent_since, endpoints=count):
             return
-        # Nothing at all came since the call went out. One such call may be bad
-        # luck where there is nowhere else to go; a second one is not.
-        connection.silences += 1
-        if connection.silences < 2 and len(self._settings.endpoints) == 1:
-            return
-        self._first = (self._first + 1) % len(self._settings.endpoints)
+        self._first = (self._first + 1) % count
         if connection.stream is not None:
             connection.stream.cancel()
 
@@ -234,7 +212,7 @@ class AsyncWire:
                 )
                 round_.set_exception(Failure(failure, sent=False))
                 return
-            connection.heard_s = _clock.mono_s()
+            connection.session.heard(_clock.mono_s())
             connection.stream = _rpc.multicallable(connection.channel, "Session", "stream_stream")(
                 metadata=self._settings.metadata
             )
@@ -301,8 +279,7 @@ class AsyncWire:
                 response = await connection.stream.read()
                 if response is grpc.aio.EOF:
                     break
-                connection.heard_s = _clock.mono_s()
-                connection.silences = 0
+                connection.session.heard(_clock.mono_s())
                 outcome = connection.session.receive(response)
                 if outcome is not None:
                     box = connection.boxes.pop(outcome.request_id, None)

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rankbook import _clock, _rpc, v1
+from rankbook._attempts import Attempts
 from rankbook._cache import WatchFold
-from rankbook._calls import METHODS, Answer, Call, Script, attempt_until, shortened, unary_method
+from rankbook._calls import Answer, Call, Script, attempt_until, unary_method
 from rankbook._channel import CONNECT_TIMEOUT_S, Endpoint, Settings, target
-from rankbook._retry import backoff_s, next_delay_s
+from rankbook._retry import backoff_s
 from rankbook._rpc import Failure, Step
 from rankbook._session import Broken, Outcome, Session
 from rankbook.errors import RankbookError, Reason, Retry
@@ -54,8 +55,6 @@ class _Connection:
         self.boxes: dict[int, queue.SimpleQueue[Outcome | Broken | None]] = {}
         self.stream: Any = None
         self.unary = False
-        self.heard_s = 0.0
-        self.silences = 0
         self.error: RankbookError | None = None
 
 
@@ -88,32 +87,15 @@ class SyncWire:
         return cast(T, result)
 
     def _call(self, call: Call, timeout_s: float) -> Answer:
-        policy, repeat = self._settings.retry, METHODS[call.method].repeat
-        until = _clock.mono_s() + timeout_s
-        attempt, waited = 0, 0.0
-        said: RankbookError | None = None
+        attempts = Attempts(self._settings.retry, call, now_s=_clock.mono_s(), timeout_s=timeout_s)
         while True:
-            attempt += 1
-            if attempt > 1:
-                left = until - _clock.mono_s()
-                call = shortened(call, left - (timeout_s - call.wait_s))
+            call = attempts.next_call(_clock.mono_s())
             try:
-                return self._attempt(call, until, timeout_s)
+                return self._attempt(call, attempts.until_s, timeout_s)
             except Failure as failure:
-                delay = next_delay_s(
-                    policy,
-                    failure.error,
-                    repeat,
-                    sent=failure.sent,
-                    attempt=attempt,
-                    waited_s=waited,
-                    rng=random.random,
-                )
-                if delay is None or _clock.mono_s() + delay >= until:
-                    raise _rpc.to_caller(failure.error, said) from None
-                said = failure.error
-            waited += delay
-            if self._closed.wait(delay):
+                error, sent = failure.error, failure.sent
+            delay_s = attempts.delay_s(error, sent=sent, now_s=_clock.mono_s(), rng=random.random)
+            if self._closed.wait(delay_s):
                 raise _rpc.closed()
 
     def _attempt(self, call: Call, until: float, timeout_s: float) -> Answer:
@@ -157,14 +139,12 @@ class SyncWire:
             frame = connection.session.give_up(request_id)
             if frame is not None:
                 connection.outbox.put(frame)
-            if silent_since is None or connection.heard_s >= silent_since:
+            count = len(self._settings.endpoints)
+            if silent_since is None or not connection.session.is_silent(
+                silent_since, endpoints=count
+            ):
                 return
-            # Nothing at all came since the call went out. One such call may be bad
-            # luck where there is nowhere else to go; a second one is not.
-            connection.silences += 1
-            if connection.silences < 2 and len(self._settings.endpoints) == 1:
-                return
-            self._first = (self._first + 1) % len(self._settings.endpoints)
+            self._first = (self._first + 1) % count
             stream = connection.stream
         if stream is not None:
             stream.cancel()
@@ -294,7 +274,7 @@ class SyncWire:
         return None, causes
 
     def _start_stream(self, connection: _Connection) -> None:
-        connection.heard_s = _clock.mono_s()
+        connection.session.heard(_clock.mono_s())
         connection.stream = _rpc.multicallable(connection.channel, "Session", "stream_stream")(
             iter(connection.outbox.get, None), metadata=self._settings.metadata
         )
@@ -307,8 +287,7 @@ class SyncWire:
         try:
             for response in connection.stream:
                 with self._cond:
-                    connection.heard_s = _clock.mono_s()
-                    connection.silences = 0
+                    connection.session.heard(_clock.mono_s())
                     outcome = connection.session.receive(response)
                     box = (
                         connection.boxes.pop(outcome.request_id, None)

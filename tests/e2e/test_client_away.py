@@ -264,3 +264,25 @@ def test_asyncio_calls_under_load_end_well_or_with_a_typed_error(rankbookd, tmp_
             over.set()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "is_said"),
+    [(rankbook.NotFound("never granted"), False), (rankbook.Unavailable("away"), True)],
+)
+def test_a_registration_that_stops_says_so_only_where_its_lease_outlives_it(
+    shared_rankbookd, made, engine_id, registration, monkeypatch, caplog, error, is_said
+):
+    one = registration(
+        [made.record(engine_id)], endpoints=shared_rankbookd.grpc, mode="thread", ttl_s=60
+    )
+    one.start()
+    one.wait_registered(10)
+
+    # A registry that restarted no longer knows which leases have ended.
+    def revoke_lease(self, lease_id, *, timeout_s=None):
+        raise error
+
+    monkeypatch.setattr(rankbook.Client, "revoke_lease", revoke_lease)
+    one.stop()
+    assert ("left to run out" in caplog.text) is is_said

@@ -18,7 +18,10 @@ from rankbook._ids import make_id
 
 ROOT = Path(rankbook.__file__).parents[2]
 FACES = (rankbook.Client, rankbook.AsyncClient)
-PURE = ("_session", "_retry", "_cache", "_calls", "_scripts", "_keeper", "_status", "_replies")
+PURE = (
+    *("_attempts", "_session", "_retry", "_cache", "_calls", "_scripts"),
+    *("_keeper", "_status", "_replies"),
+)
 
 
 def test_every_listed_name_is_there_and_nothing_else_is_public():

@@ -103,3 +103,15 @@ def test_a_break_tells_every_open_call_whether_it_was_sent():
     broken = session.broke(unsent=[numbers[2]])
     assert [(b.request_id, b.sent) for b in broken] == [(numbers[0], True), (numbers[2], False)]
     assert session.open_calls == 0
+
+
+def test_a_stream_is_left_at_the_second_call_in_silence_or_the_first_where_there_is_another():
+    session = Session()
+    session.heard(10.0)
+    assert not session.is_silent(9.0, endpoints=2), "heard since the call went out"
+    assert session.is_silent(11.0, endpoints=2)
+    session.heard(20.0)
+    assert not session.is_silent(21.0, endpoints=1)
+    assert session.is_silent(22.0, endpoints=1)
+    session.heard(30.0)
+    assert not session.is_silent(31.0, endpoints=1), "hearing starts the count anew"
