@@ -8,7 +8,6 @@ worker may fork after it has signed in.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import select
@@ -29,7 +28,7 @@ from rankbook._pipe import LineReader, encode_bytes, encode_line
 from rankbook._replies import ClockOffset
 from rankbook._rpc import forked
 from rankbook._scripts import core_message, record_message, sealed_slot
-from rankbook._spawn import close_pipes, spawn
+from rankbook._spawn import close_pipes, send, spawn
 from rankbook.errors import BadRequest, Cancelled, DeadlineExceeded, Internal, RankbookError
 from rankbook.model import CoreRecord, Registered, Sealed, SealedSlot, Slot
 
@@ -203,17 +202,25 @@ class Registration:
             self._cond.notify_all()
         until = _clock.mono_s() + timeout_s
         if process is not None:
-            self._write(process, {"op": "stop"})
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            self._end_process(process, until)
         if keeping is not None:
             keeping.end(timeout_s)
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(until - _clock.mono_s(), 0.1))
         atexit.unregister(self.stop)
         self._finish()
+
+    def _end_process(self, process: subprocess.Popen[bytes], until: float) -> None:
+        """Tells the heartbeat process to end, and ends it where it does not in time."""
+        if self._write_lock.acquire(timeout=max(until - _clock.mono_s(), 0.0)):
+            try:
+                self._send(process, {"op": "stop"}, max(until - _clock.mono_s(), 0.0))
+            finally:
+                self._write_lock.release()
+        try:
+            process.wait(max(until - _clock.mono_s(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
 
     def __enter__(self) -> Self:
         """Starts."""
@@ -330,7 +337,7 @@ class Registration:
                 process, keeping = self._process, self._keeping
             # Without either, the start command will carry the wish.
             if process is not None:
-                self._send(process, command)
+                self._send(process, command, self._silence_s())
             elif keeping is not None:
                 keeping.submit(command)
 
@@ -476,9 +483,9 @@ class Registration:
                     command = self._start_command()
                     self._process = process
                     stopping = self._stopping
-                self._send(process, command)
-            if stopping:
-                self._write(process, {"op": "stop"})
+                self._send(process, command, _FIRST_BEAT_S)
+                if stopping:
+                    self._send(process, {"op": "stop"}, self._silence_s())
             started = _clock.mono_s()
             self._read_notices(process)
             process.wait()
@@ -533,7 +540,7 @@ class Registration:
             data = os.read(fd, 1 << 16)
             if not data:
                 return
-            limit_s, silences = max(self._ttl_s / 2, _SILENCE_S), 0
+            limit_s, silences = self._silence_s(), 0
             for notice in reader.feed(data):
                 self._take(notice.pop("kind"), notice)
 
@@ -547,17 +554,16 @@ class Registration:
             keeping = self._keeping = Keeping(self._start_command(), self._take)
         keeping.run()
 
-    def _write(self, process: subprocess.Popen[bytes], command: dict[str, Any]) -> None:
-        with self._write_lock:
-            self._send(process, command)
+    def _silence_s(self) -> float:
+        """How long a heartbeat process may neither say nor take anything, in seconds."""
+        return max(self._ttl_s / 2, _SILENCE_S)
 
     @staticmethod
-    def _send(process: subprocess.Popen[bytes], command: dict[str, Any]) -> None:
-        assert process.stdin is not None
-        # A process that is gone is noticed by who reads from it.
-        with contextlib.suppress(OSError, ValueError):
-            process.stdin.write(encode_line(command))
-            process.stdin.flush()
+    def _send(process: subprocess.Popen[bytes], command: dict[str, Any], limit_s: float) -> None:
+        if not send(process, encode_line(command), limit_s):
+            # The next one is told everything with its start.
+            _log.warning("the heartbeat process took nothing for %.3g s", limit_s)
+            process.kill()
 
     def _take(self, kind: str, value: dict[str, Any]) -> None:
         if kind == "beat":
