@@ -1,12 +1,4 @@
-"""The one place that knows vLLM's insides.
-
-Everything that rankbook asks of vLLM goes through here, so that a new vLLM
-release changes one file. What cannot be done without is checked at import
-(`ImportError` says what is missing); what can is looked up when it is needed,
-and a `fallback` line in the log says what was done instead.
-
-Read against vLLM 0.32; vLLM calls this interface experimental.
-"""
+"""What every connector needs of vLLM: the grid, the metadata, the facts of a worker."""
 
 from __future__ import annotations
 

@@ -1,0 +1,50 @@
+"""The one room that knows vLLM's insides.
+
+Everything that rankbook asks of vLLM goes through here, so that a new vLLM
+release changes one folder: `base` has what every connector needs, `nixl` what
+NIXL's handshake needs. What cannot be done without is checked at import
+(`ImportError` says what is missing); what can is looked up when it is needed,
+and a `fallback` line in the log says what was done instead.
+
+Read against vLLM 0.32; vLLM calls this interface experimental.
+"""
+
+from rankbook_vllm._vllm.base import (
+    Carrier,
+    KVConnectorRole,
+    agree_on_start,
+    carrier,
+    connector_class,
+    dp_rank,
+    engine_layout,
+    gather_over_pcp,
+    handshake_of,
+    is_worker,
+    logger,
+    passes_guard,
+    served,
+    side_channel,
+    slot,
+    unpack,
+    worker_facts,
+)
+
+__all__ = [
+    "Carrier",
+    "KVConnectorRole",
+    "agree_on_start",
+    "carrier",
+    "connector_class",
+    "dp_rank",
+    "engine_layout",
+    "gather_over_pcp",
+    "handshake_of",
+    "is_worker",
+    "logger",
+    "passes_guard",
+    "served",
+    "side_channel",
+    "slot",
+    "unpack",
+    "worker_facts",
+]
