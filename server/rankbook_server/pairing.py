@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from rankbook import v1
 from rankbook.convert import from_json
 from rankbook.errors import TransferError
+from rankbook.pairing import peer_side_of, plan_side_of
 from rankbook.transfer import (
     ExtraLayer,
     PeerSide,
@@ -20,10 +21,6 @@ from rankbook.transfer import (
 __all__ = ["compare", "plan", "prepare_plan"]
 
 _MODES = {v1.TRANSFER_MODE_PULL: TransferMode.PULL, v1.TRANSFER_MODE_PUSH: TransferMode.PUSH}
-
-
-def _stages(engine: v1.Engine) -> tuple[tuple[int, int], ...]:
-    return tuple((stage.start_layer, stage.end_layer) for stage in engine.stages)
 
 
 def _extra(records: Sequence[v1.WorkerRecord]) -> tuple[ExtraLayer, ...]:
@@ -39,19 +36,7 @@ def _extra(records: Sequence[v1.WorkerRecord]) -> tuple[ExtraLayer, ...]:
 
 
 def _plan_side(engine: v1.Engine, records: Sequence[v1.WorkerRecord]) -> PlanSide:
-    first = records[0]
-    return PlanSide(
-        engine_id=engine.engine_id,
-        tp_size=engine.layout.tp_size,
-        stages=_stages(engine),
-        num_layers=engine.layout.num_layers,
-        total_num_kv_heads=first.model.total_num_kv_heads,
-        is_mla=first.model.is_mla,
-        block_size=first.kv.block_size,
-        pcp_size=engine.layout.pcp_size or 1,
-        dcp_size=engine.layout.dcp_size or 1,
-        extra=_extra(records),
-    )
+    return plan_side_of(engine, records[0], _extra(records))
 
 
 def _stated_mode(record: v1.WorkerRecord) -> TransferMode:
@@ -127,34 +112,8 @@ def prepare_plan(
 
 
 def _peer_side(engine: v1.Engine, records: Sequence[v1.WorkerRecord]) -> PeerSide:
-    first = records[0]
-    factors = dict(first.compat.factors)
-    return PeerSide(
-        engine_id=engine.engine_id,
-        role=v1.Role.Name(engine.role).removeprefix("ROLE_"),
-        connector=engine.core.connector,
-        handshake_format=first.handshake.format,
-        pp_size=engine.layout.pp_size,
-        tp_size=engine.layout.tp_size,
-        pcp_size=engine.layout.pcp_size or 1,
-        dcp_size=engine.layout.dcp_size or 1,
-        num_layers=engine.layout.num_layers,
-        stages=_stages(engine),
-        extra=_extra(records),
-        model=first.model.name,
-        dtype=first.model.dtype,
-        kv_cache_dtype=first.model.kv_cache_dtype,
-        total_num_kv_heads=first.model.total_num_kv_heads,
-        head_size=first.model.head_size,
-        is_mla=first.model.is_mla,
-        block_size=first.kv.block_size,
-        kv_layout=first.kv.layout,
-        attention_backend=first.kv.attention_backend,
-        compat_hashes=frozenset(engine.compat_hashes),
-        factors=factors,
-        enforce_compat=factors.get("enforce_handshake_compat", "true").lower() != "false",
-        permute_kv=factors.get("enable_permute_local_kv", "false").lower() == "true",
-    )
+    role = v1.Role.Name(engine.role).removeprefix("ROLE_")
+    return peer_side_of(engine, records[0], role, _extra(records), engine.core.connector)
 
 
 def compare(
