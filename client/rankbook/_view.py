@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from rankbook import _clock, _scripts
 from rankbook._cache import WatchFold
@@ -24,6 +24,7 @@ _log = logging.getLogger("rankbook")
 _NOTHING: Mapping[str, Topology] = MappingProxyType({})
 
 Callback = Callable[[WatchEvent], None]
+T = TypeVar("T")
 
 
 class TopologyView:
@@ -63,6 +64,7 @@ class TopologyView:
         self._error: RankbookError | None = None
         self._over = False
         self._subscribers: dict[int, Callback] = {}
+        self._listeners: dict[int, Callable[[bool], None]] = {}
         # What subscribers were told, which may be ahead of the last whole snapshot.
         self._told: dict[str, Topology] = {}
         self._next_subscriber = 0
@@ -184,6 +186,23 @@ class TopologyView:
 
         return end
 
+    def on_connection(self, callback: Callable[[bool], None]) -> Callable[[], None]:
+        """Calls back whenever `connected` changes, on the view's thread; returns what ends it.
+
+        With True the look-ups already give the state that was missed. What a
+        callback raises is logged.
+        """
+        with self._cond:
+            self._next_subscriber += 1
+            number = self._next_subscriber
+            self._listeners[number] = callback
+
+        def end() -> None:
+            with self._cond:
+                self._listeners.pop(number, None)
+
+        return end
+
     # ---------------------------------------------------------------- keeping
 
     def _run(self) -> None:
@@ -199,8 +218,10 @@ class TopologyView:
                         self._snapshot = watch.fold.topologies
                         self._revision = watch.fold.resume[0]
                         self._synced_once = True
+                    turned = self._connected is not step.synced
                     self._connected = step.synced
                     self._error = step.error
+                    listeners = tuple(self._listeners.values()) if turned else ()
                     subscribers = tuple(self._subscribers.values())
                     for event in step.events:
                         name = event.topology.engine.engine_id
@@ -212,6 +233,8 @@ class TopologyView:
                 for event in step.events:
                     for callback in subscribers:
                         self._call_back(callback, event)
+                for listener in listeners:
+                    self._call_back(listener, step.synced)
         except RankbookError as error:
             _log.warning("the watch of a topology view ended: %s", error.message)
             with self._cond:
@@ -223,8 +246,8 @@ class TopologyView:
                 self._cond.notify_all()
 
     @staticmethod
-    def _call_back(callback: Callback, event: WatchEvent) -> None:
+    def _call_back(callback: Callable[[T], None], told: T) -> None:
         try:
-            callback(event)
+            callback(told)
         except Exception:  # noqa: BLE001 - a fault of the caller's must not end the watch
             _log.exception("a subscriber of a topology view raised")

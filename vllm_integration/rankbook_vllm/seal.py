@@ -23,6 +23,7 @@ __all__ = [
     "Whole",
     "check_grid",
     "differences",
+    "listed",
     "note_of",
     "sealed_slots",
     "slot_name",
@@ -90,7 +91,8 @@ def slot_name(slot: Slot) -> str:
     return f"pp{slot.pp_rank}{pcp} tp{slot.tp_rank}"
 
 
-def _listed(items: Sequence[str]) -> str:
+def listed(items: Sequence[str]) -> str:
+    """The first 16 of some names, and how many more there are."""
     more = len(items) - _SHOWN
     return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -159,17 +161,17 @@ def check_grid(
                 raise _claimed_twice(slot, owner, slots[slot].worker_rank)
         raise Incomplete(
             f"{len(missing)} of {len(grid)} workers gave no handshake metadata: "
-            f"{_listed([slot_name(slot) for slot in missing])}; look for their errors in the log",
-            metadata={"missing": _listed([slot_name(slot) for slot in missing])},
+            f"{listed([slot_name(slot) for slot in missing])}; look for their errors in the log",
+            metadata={"missing": listed([slot_name(slot) for slot in missing])},
         )
     ordered = tuple(slots[slot] for slot in sorted(slots))
     starts = {note.start.generation for note in ordered}
     if len(starts) > 1:
         raise Conflict(
-            f"the workers are of {len(starts)} starts ({_listed(sorted(starts))}): "
+            f"the workers are of {len(starts)} starts ({listed(sorted(starts))}): "
             "the broadcast of the generation token did not reach all of them",
             reason=Reason.IDENTITY_CONFLICT,
-            metadata={"generations": _listed(sorted(starts))},
+            metadata={"generations": listed(sorted(starts))},
         )
     _check_layers([note.published() for note in ordered if not note.problem], layout)
     problems = [f"{slot_name(note.slot)}: {note.problem}" for note in ordered if note.problem]
