@@ -66,6 +66,22 @@ class Settings:
     addresses: tuple[Address, ...] = ()
     """Further addresses of this node, each `{"scheme", "host", "port", "label"}`, put
     before the ones found. Not in the environment."""
+    handshake: str = "book"
+    """Where a peer's handshake metadata comes from: "book", or "vllm" for the
+    connector's own way, which leaves rankbook to publish only. `RANKBOOK_HANDSHAKE`."""
+    side_channel: bool = True
+    """Whether the connector's own listener is kept, and peers that are not in the
+    book are asked through theirs. Off, no port is opened. `RANKBOOK_SIDE_CHANNEL`."""
+    peer_timeout_s: float = 30.0
+    """How long a request waits for a peer that is not READY yet.
+    `RANKBOOK_PEER_TIMEOUT_S`."""
+    wrong_params: str = "correct"
+    """What becomes of a request whose sizes or address differ from the sealed
+    topology: "correct" takes the topology's, "refuse" fails it. Both are counted.
+    `RANKBOOK_WRONG_PARAMS`."""
+    prewarm: bool = False
+    """Whether workers shake hands with every compatible peer as soon as it is READY,
+    before a request asks. `RANKBOOK_PREWARM`."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Key/value pairs for filters. `RANKBOOK_LABELS` as "zone=a,rack=7"."""
     token: str = field(default="", repr=False)
@@ -107,10 +123,20 @@ def _host_port(name: str, value: Any) -> str:
 def _flag(name: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    known = dict.fromkeys(("1", "true", "yes", "on"), True)
+    known |= dict.fromkeys(("0", "false", "no", "off"), False)
     if not isinstance(value, str) or value.strip().lower() not in known:
         raise _bad(name, value, "true or false")
     return known[value.strip().lower()]
+
+
+def _choice(*known: str) -> Callable[[str, Any], str]:
+    def read(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value.strip().lower() not in known:
+            raise _bad(name, value, " or ".join(known))
+        return value.strip().lower()
+
+    return read
 
 
 def _between(low: float, high: float) -> Callable[[str, Any], float]:
@@ -194,6 +220,11 @@ _READERS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
     "host": (_host, "RANKBOOK_HOST"),
     "serving_address": (_host_port, "RANKBOOK_SERVING_ADDRESS"),
     "addresses": (_addresses, ""),
+    "handshake": (_choice("book", "vllm"), "RANKBOOK_HANDSHAKE"),
+    "side_channel": (_flag, "RANKBOOK_SIDE_CHANNEL"),
+    "peer_timeout_s": (_between(0.1, 3600), "RANKBOOK_PEER_TIMEOUT_S"),
+    "wrong_params": (_choice("correct", "refuse"), "RANKBOOK_WRONG_PARAMS"),
+    "prewarm": (_flag, "RANKBOOK_PREWARM"),
     "labels": (_labels, "RANKBOOK_LABELS"),
     "token": (_text, "RANKBOOK_TOKEN"),
 }
