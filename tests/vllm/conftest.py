@@ -1,9 +1,75 @@
-"""A registry, a model, and engines; each engine costs half a minute, so they are shared."""
+"""A registry, a model, and engines; each engine costs half a minute, so they are shared.
 
+Logs of the engines are in .pytest_cache/d/vllm-logs, a folder for each run; the
+folder of a run in which nothing failed is removed. A failed test shows where the
+logs are and how they end, and how long the machine had no time for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.vllm.engine import Engine, Registry, make_model
+from tests.vllm.pair import Pair
+from tests.vllm.starved import StarvationWatch
+from tests.vllm.truth import PROMPTS, Truth
+
+pytest.register_assert_rewrite("tests.vllm.pair_claims")
+
+ENGINES = pytest.StashKey[list[Engine]]()
+WATCH = pytest.StashKey[StarvationWatch]()
+LOGS_KEPT = 5
+"""Runs with a failure whose logs are kept."""
+LOGS_SHOWN = 4
+"""Engines whose logs' ends a failure shows: a pair, and one that was started again."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def starvation(request: pytest.FixtureRequest) -> Iterator[StarvationWatch]:
+    """Watches the machine for as long as there are tests of this folder."""
+    watch = request.config.stash[WATCH] = StarvationWatch()
+    yield watch
+    watch.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ended_by_signal() -> Iterator[None]:
+    """Makes SIGTERM end the run as ctrl-C does, so that no engine is left behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="session")
+def logs(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Where the engines of this run write; kept when a test failed."""
+    kept = request.config.cache.mkdir("vllm-logs")
+    for old in sorted(kept.iterdir())[: 1 - LOGS_KEPT]:
+        shutil.rmtree(old)
+    folder = kept / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    if not request.session.testsfailed:
+        shutil.rmtree(folder)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    """Adds to a failure what the machine and the engines have to say."""
+    report = yield
+    if report.failed:
+        if watch := item.config.stash.get(WATCH, None):
+            report.sections.append(("machine", watch.report(call.start, call.stop)))
+        for engine in item.config.stash.get(ENGINES, [])[-LOGS_SHOWN:]:
+            report.sections.append((f"the end of {engine.log}", engine.tail(40)))
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -12,23 +78,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def registry(tmp_path_factory: pytest.TempPathFactory):
+def registry(logs: Path):
     """One registry for the engines that are to find one."""
-    server = Registry(tmp_path_factory.mktemp("registry"))
+    server = Registry(logs)
     yield server
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def truth(model: Path, logs: Path) -> Truth:
+    """What a single engine answers to the prompts of `truth.PROMPTS`."""
+    return Truth(model, logs, PROMPTS)
+
+
 @pytest.fixture(scope="module")
-def start_engine(model: Path, tmp_path_factory: pytest.TempPathFactory):
+def start_engine(model: Path, logs: Path, request: pytest.FixtureRequest):
     """Starts engines; ends them with the module."""
-    engines = []
+    engines = request.config.stash.setdefault(ENGINES, [])
 
     def start(**options) -> Engine:
-        engine = Engine(model, tmp_path_factory.mktemp("engine"), **options)
+        engine = Engine(model, logs, **options)
         engines.append(engine)
         return engine
 
     yield start
     for engine in engines:
         engine.kill()
+    engines.clear()
+
+
+@pytest.fixture(scope="module")
+def make_pair(start_engine, registry: Registry) -> Callable[..., Pair]:
+    """Makes a `Pair` at the shared registry; start it with `with`."""
+    return functools.partial(Pair, start_engine, registry.address)

@@ -3,7 +3,10 @@
 They are observed from outside, so waiting for them is polling with a deadline.
 """
 
+from __future__ import annotations
+
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -13,11 +16,39 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 START_S = 240.0
 """Longest start of an engine. 30 s on two idle cores; more beside other work."""
+BLOCK_TOKENS = 32
+"""Tokens of one KV block in every engine of these tests."""
+
+
+class Refused(Exception):
+    """An engine answered a request with an error."""
+
+    def __init__(self, engine: str, status: int, body: str) -> None:
+        super().__init__(f"{engine} answered {status}: {body}")
+        self.engine = engine
+        """Name of the engine."""
+        self.status = status
+        """HTTP status."""
+        self.body = body
+        """What it said."""
+
+
+class NoAnswer(Exception):
+    """An engine gave no answer: too late, or the connection broke."""
+
+    def __init__(self, engine: str, waited_s: float, reason: str) -> None:
+        super().__init__(f"{engine} gave no answer in {waited_s:.1f} s: {reason}")
+        self.engine = engine
+        """Name of the engine."""
+        self.waited_s = waited_s
+        """How long it was waited for, in seconds."""
 
 
 def free_port() -> int:
@@ -87,8 +118,51 @@ def family(pid: int) -> list[int]:
     return found
 
 
+def _mapped() -> set[str]:
+    """Names in /dev/shm that some living process has mapped."""
+    names = set()
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, found, name = line.partition("/dev/shm/")
+                if found:
+                    names.add(name.removesuffix(" (deleted)"))
+    return names
+
+
+class Metrics:
+    """What an engine's /metrics said at one time."""
+
+    def __init__(self, text: str) -> None:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        self._samples = [
+            sample for family in text_string_to_metric_families(text) for sample in family.samples
+        ]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of the samples of this name that have these labels.
+
+        Raises:
+            KeyError: There is no sample of this name.
+        """
+        named = [sample for sample in self._samples if sample.name == name]
+        if not named:
+            raise KeyError(name)
+        return sum(
+            sample.value
+            for sample in named
+            if all(sample.labels.get(label) == value for label, value in labels.items())
+        )
+
+
 class Engine:
-    """A vLLM API server with its engine core and workers."""
+    """A vLLM API server with its engine core and workers.
+
+    Its processes stay in the session of whoever started it: where each has one
+    of its own, the kernel shares the cores between sessions, and a pair on two
+    cores starves its driver for half a minute at a time.
+    """
 
     def __init__(
         self,
@@ -96,20 +170,24 @@ class Engine:
         folder: Path,
         *,
         connector: str = "NixlPushConnector",
+        module: str = "rankbook_vllm.connectors",
+        role: str = "kv_producer",
         engine_id: str = "",
         pp_size: int = 2,
-        settings: dict | None = None,
-        extra: dict | None = None,
-        launch: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server"),
-        arguments: tuple[str, ...] = (),
-        env: dict | None = None,
+        settings: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        launch: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server"),
+        arguments: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         """Starts it and returns at once.
 
         Args:
             model: Folder of the model.
             folder: Where the log goes.
-            connector: Class name; loaded from rankbook_vllm.connectors.
+            connector: Class name. Empty makes a plain engine that moves no KV.
+            module: Where the class is.
+            role: vLLM's kv_role.
             engine_id: vLLM's engine_id; empty lets vLLM make one.
             pp_size: Pipeline stages.
             settings: The connector's "rankbook" settings.
@@ -123,24 +201,28 @@ class Engine:
         self.engine_id = engine_id
         self.log = folder / f"{engine_id or 'engine'}-{self.port}.log"
         self._shm = set(os.listdir("/dev/shm"))
-        transfer = {
-            "kv_connector": connector,
-            "kv_connector_module_path": "rankbook_vllm.connectors",
-            "kv_role": "kv_producer",
-            "kv_buffer_device": "cpu",
-            **({"engine_id": engine_id} if engine_id else {}),
-            "kv_connector_extra_config": {**(extra or {}), "rankbook": settings or {}},
-        }
         command = [sys.executable, *launch]
         command += ["--model", str(model), "--served-model-name", "tiny"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--dtype", "float32", "--max-model-len", "1024", "--block-size", "32"]
+        command += ["--dtype", "float32", "--max-model-len", "1024"]
+        command += ["--block-size", str(BLOCK_TOKENS)]
         command += ["--max-num-seqs", "8", "--gpu-memory-utilization", "0.2", "--seed", "0"]
         command += ["--num-gpu-blocks-override", "256", "--no-enable-prefix-caching"]
         # Not --enforce-eager: without a warm-up the second stage has no buffers on CPU.
         command += ["-cc", '{"mode": 2, "backend": "eager"}']
+        command += ["--disable-uvicorn-access-log"]
         command += ["--pipeline-parallel-size", str(pp_size)]
-        command += ["--kv-transfer-config", json.dumps(transfer), *arguments]
+        if connector:
+            transfer = {
+                "kv_connector": connector,
+                "kv_connector_module_path": module,
+                "kv_role": role,
+                "kv_buffer_device": "cpu",
+                **({"engine_id": engine_id} if engine_id else {}),
+                "kv_connector_extra_config": {**(extra or {}), "rankbook": {**(settings or {})}},
+            }
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        command += arguments
         environment = {
             **os.environ,
             "PYTHONPATH": str(HERE / "quiet"),
@@ -162,11 +244,16 @@ class Engine:
             self.process = subprocess.Popen(
                 command,
                 env=environment,
+                stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
         self._family: list[int] = []
+        self._killed = False
+
+    def __str__(self) -> str:
+        return self.engine_id or f"the engine at port {self.port}"
 
     def wait_serving(self) -> None:
         """Waits until it answers; raises with the end of its log if it does not."""
@@ -182,16 +269,50 @@ class Engine:
             time.sleep(0.2)
         raise RuntimeError(f"vLLM not up after {START_S:g} s:\n{self.tail()}")
 
-    def complete(self, prompt: str, max_tokens: int = 4) -> dict:
-        """One completion."""
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 4,
+        *,
+        request_id: str = "",
+        timeout_s: float = 60.0,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """One greedy completion, without its tokens' text deciding where it ends.
+
+        Args:
+            prompt: Text, or the ids of its tokens.
+            max_tokens: How many tokens to make.
+            request_id: X-Request-Id, which vLLM makes part of its own id.
+            timeout_s: How long to wait for the answer, in seconds.
+            more: More fields of the request's body.
+
+        Raises:
+            Refused: It answered with an error.
+            NoAnswer: It did not answer in time, or the connection broke.
+        """
         body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            json.dumps(body | {"temperature": 0} | more).encode(),
+            {"Content-Type": "application/json"}
+            | ({"X-Request-Id": request_id} if request_id else {}),
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.loads(answer.read())
+        sent = time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read().decode(errors="replace")
+            raise Refused(str(self), error.code, text) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise NoAnswer(str(self), time.monotonic() - sent, str(error)) from error
+
+    def metrics(self) -> Metrics:
+        """What its /metrics says now."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as page:
+            return Metrics(page.read().decode())
 
     def tail(self, lines: int = 60) -> str:
         """The end of its log."""
@@ -209,13 +330,21 @@ class Engine:
         self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends what is left of it, and what it left in shared memory."""
-        for pid in dict.fromkeys([*self._family, *family(self.process.pid)]):
+        """Ends what is left of it, and what it left in shared memory. May be called again."""
+        if self._killed:
+            return
+        self._killed = True
+        ours = list(dict.fromkeys([*self._family, *family(self.process.pid)]))
+        for pid in ours:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
-        for name in set(os.listdir("/dev/shm")) - self._shm:
+        deadline = time.monotonic() + 10
+        while any(_stat(pid)[1] not in ("", "Z") for pid in ours) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # What is new and still mapped is another engine's, started after this one.
+        for name in set(os.listdir("/dev/shm")) - self._shm - _mapped():
             if name.startswith(("vllm_dist_", "psm_", "sem.", "torch_")):
                 Path("/dev/shm", name).unlink(missing_ok=True)

@@ -1,0 +1,16 @@
+"""NIXL pull between engines of one stage: real KV, right tokens."""
+
+import pytest
+from tests.vllm.pair_claims import PairClaims
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def pair(truth, make_pair):
+    with make_pair(connector="NixlConnector", pp_size=1) as made:
+        yield made
+
+
+class TestPull(PairClaims):
+    """The decode engine reads."""
