@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from rankbook.errors import RankbookError
 from rankbook_vllm import _vllm, config
+from rankbook_vllm.peers import PeerBook
 from rankbook_vllm.publish import Publisher
-from rankbook_vllm.record import Facts
+from rankbook_vllm.record import Facts, Start
 from rankbook_vllm.seal import Note, check_grid
 from rankbook_vllm.sealing import Sealer
 
@@ -66,16 +67,27 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
         settings = config.load(transfer.kv_connector_extra_config.get("rankbook"), os.environ)
         self._rankbook_publisher: Publisher | None = None
         self._rankbook_sealer: Sealer | None = None
+        self._rankbook_book: PeerBook | None = None
+        self._rankbook_halves: tuple[_vllm.SchedulerHalf, ...] = ()
         self._rankbook_notes: tuple[Note, ...] = ()
+        self._rankbook_start: Start | None = None
         self._rankbook_args = (vllm_config, kv_cache_config)
         self._rankbook_key = (str(role), str(transfer.engine_id))
         signs_in = _signing_in.setdefault(self._rankbook_key, self) is self
         super().__init__(vllm_config, role, kv_cache_config)
         if not signs_in:
             return
+        if settings.handshake == "book":
+            # What the scheduler needs of a peer is its sizes and state, not its payloads.
+            book = PeerBook(settings, logger, without_payload=not _vllm.is_worker(role))
+            extended = _vllm.extend(self, settings, book)
+            if extended is not None:
+                self._rankbook_book = book
+                self._rankbook_halves = extended
         if _vllm.is_worker(role):
             publisher = Publisher(settings, logger)
             publisher.start = _vllm.agree_on_start(lambda: publisher.begin(transfer.engine_id))
+            self._rankbook_start = publisher.start
             self._rankbook_publisher = publisher
         else:
             self._rankbook_sealer = Sealer(
@@ -83,9 +95,15 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
                 logger,
                 engine_id=transfer.engine_id,
                 connector=type(self).__name__,
-                addresses=_vllm.side_channel(self),
+                addresses=_vllm.side_channel(self) if settings.side_channel else (),
                 clock=time.perf_counter,  # the clock that NIXL's own listener answers with
             )
+
+    @property
+    def rankbook_generation(self) -> str:
+        """Token of this engine's start; empty before the workers agreed on it, and in
+        the engine core before it has seen that they did."""
+        return self._rankbook_start.generation if self._rankbook_start is not None else ""
 
     # ------------------------------------------------------------------ worker
 
@@ -102,6 +120,8 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
                 self, vllm_config, kv_cache_config, kv_caches, self._rankbook_metadata()
             )
         )
+        if self._rankbook_book is not None:
+            self._rankbook_book.start()
 
     def _rankbook_publish(self, read: Callable[[], Facts]) -> None:
         publisher = self._rankbook_publisher
@@ -151,7 +171,12 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
                 "from rankbook_vllm.connectors, not its children"
             )
         else:
+            for half in self._rankbook_halves:
+                half.generation = whole.start.generation
+            self._rankbook_start = whole.start
             sealer.seal(whole)
+        if self._rankbook_book is not None:
+            self._rankbook_book.start()
 
     def _rankbook_hand_on(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """Gives vLLM's connector its metadata; leaves out who would refuse what it ignores."""
@@ -177,6 +202,8 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
         for part in (self._rankbook_publisher, self._rankbook_sealer):
             if part is not None:
                 part.stop()
+        if self._rankbook_book is not None:
+            self._rankbook_book.close()
         if _signing_in.get(self._rankbook_key) is self:
             del _signing_in[self._rankbook_key]
         super().shutdown()
@@ -208,13 +235,19 @@ class SleepMixin(_Connector):  # type: ignore[misc]
 _classes: dict[type[Any], type[Any]] = {}
 
 
-def subclass(base: type[Any]) -> type[Any]:
-    """The class that signs in, made from one of vLLM's; the same one each time."""
+def subclass(base: type[Any], *between: type[Any], module: str = __name__) -> type[Any]:
+    """The class that signs in, made from another connector class; the same one each time.
+
+    Args:
+        base: vLLM's class, or one from outside.
+        between: Mixins that go before it, after ours.
+        module: Where the class is found by its name.
+    """
     if base not in _classes:
-        mixins: tuple[type[Any], ...] = (RankbookMixin,)
+        mixins: tuple[type[Any], ...] = (RankbookMixin, *between)
         if hasattr(base, "unregister_kv_caches"):
             mixins = (SleepMixin, *mixins)
-        members = {"__module__": __name__, "__doc__": base.__doc__, "_rankbook_base": base}
+        members = {"__module__": module, "__doc__": base.__doc__, "_rankbook_base": base}
         _classes[base] = types.new_class(
             base.__name__, (*mixins, base), exec_body=lambda namespace: namespace.update(members)
         )

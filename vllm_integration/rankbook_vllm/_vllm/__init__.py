@@ -21,30 +21,38 @@ from rankbook_vllm._vllm.base import (
     handshake_of,
     is_worker,
     logger,
+    metadata_of,
     passes_guard,
     served,
     side_channel,
     slot,
+    takes_metadata,
     unpack,
     worker_facts,
 )
+from rankbook_vllm._vllm.extend import extend
+from rankbook_vllm._vllm.nixl import SchedulerHalf
 
 __all__ = [
     "Carrier",
     "KVConnectorRole",
+    "SchedulerHalf",
     "agree_on_start",
     "carrier",
     "connector_class",
     "dp_rank",
     "engine_layout",
+    "extend",
     "gather_over_pcp",
     "handshake_of",
     "is_worker",
     "logger",
+    "metadata_of",
     "passes_guard",
     "served",
     "side_channel",
     "slot",
+    "takes_metadata",
     "unpack",
     "worker_facts",
 ]

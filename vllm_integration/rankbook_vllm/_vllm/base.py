@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from vllm.distributed import parallel_state
@@ -39,13 +39,17 @@ __all__ = [
     "gather_over_pcp",
     "handshake_of",
     "is_worker",
+    "metadata_of",
     "passes_guard",
     "served",
     "side_channel",
     "slot",
+    "takes_metadata",
     "unpack",
     "worker_facts",
 ]
+
+T = TypeVar("T")
 
 # vLLM configures the loggers below "vllm" only.
 logger: logging.Logger = init_logger("vllm.rankbook")
@@ -132,6 +136,16 @@ def connector_class(name: str) -> type[Any]:
     """
     found: type[Any] = KVConnectorFactory.get_connector_class_by_name(name)
     return found
+
+
+def takes_metadata(base: type[Any]) -> bool:
+    """Whether a connector's scheduler side takes handshake metadata."""
+    default = KVConnectorBase_V1
+    return not (
+        base.set_xfer_handshake_metadata is default.set_xfer_handshake_metadata
+        and base.set_xfer_handshake_metadata_pp_aware
+        is default.set_xfer_handshake_metadata_pp_aware
+    )
 
 
 def passes_guard(base: type[Any], keys: Iterable[tuple[int, int]]) -> bool:
@@ -234,15 +248,16 @@ def dp_rank(vllm_config: Any) -> int:
 # ------------------------------------------------------------------ the worker
 
 
-def _children(connector: Any) -> Iterator[Any]:
+def children(connector: Any) -> Iterator[Any]:
+    """A connector and all its children, parents first."""
     yield connector
     for child in getattr(connector, "sub_connectors", ()):
-        yield from _children(child)
+        yield from children(child)
 
 
 def _nixl_worker(connector: Any) -> Any:
     """NIXL's worker object in a connector or its children; None without NIXL."""
-    for part in _children(connector):
+    for part in children(connector):
         worker = getattr(part, "connector_worker", None)
         if hasattr(worker, "xfer_handshake_metadata") and hasattr(worker, "compat_hash"):
             return worker
@@ -266,6 +281,22 @@ def handshake_of(metadata: KVConnectorHandshakeMetadata | None) -> Handshake:
 
         return Handshake("vllm.nixl", getattr(nixl, "NIXL_CONNECTOR_VERSION", 0), payload)
     return Handshake(f"vllm.{type(metadata).__name__}", 0, payload)
+
+
+def metadata_of(handshake: Handshake | None, kind: type[T]) -> T:
+    """What `handshake_of` encoded, as the dataclass that it was.
+
+    Raises:
+        ValueError: It is of another class, or does not fit this one.
+    """
+    expected = f"vllm.{kind.__name__}"
+    if handshake is None or handshake.format != expected:
+        raise ValueError(f"the format is {handshake.format if handshake else ''!r}")
+    try:
+        found: T = msgspec.msgpack.decode(handshake.payload, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
+    return found
 
 
 def served(metadata: Mapping[tuple[int, int], Any]) -> dict[tuple[int, int], bytes]:
@@ -429,7 +460,7 @@ def worker_facts(
 
 def side_channel(connector: Any) -> tuple[Address, ...]:
     """Where the engine core's connector serves handshakes itself; empty if nowhere."""
-    for part in _children(connector):
+    for part in children(connector):
         scheduler = getattr(part, "connector_scheduler", None)
         host = getattr(scheduler, "side_channel_host", "")
         port = getattr(scheduler, "side_channel_port", 0)

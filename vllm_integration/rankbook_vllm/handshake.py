@@ -1,0 +1,376 @@
+"""Handshakes answered from the book: who may pair, with what, and until when.
+
+Free of vLLM. `Gate` stands where vLLM has the executor of its handshakes: it
+waits for the peer off the executor, so that one that never comes holds up
+nobody, refuses a pair that cannot work before anything is touched, and hands
+the rest to vLLM's own code with the peer's payloads at hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+from rankbook.errors import Incompatible, Incomplete, RankbookError, Reason, TransferError
+from rankbook.model import Role, State, Topology
+from rankbook.pairing import peer_side
+from rankbook.transfer import compare_peers
+from rankbook_vllm.config import Settings
+from rankbook_vllm.lookup import Use, Wait
+from rankbook_vllm.peers import PeerBook
+from rankbook_vllm.requests import transfer_tp_size
+
+__all__ = ["Call", "Gate", "Pairing", "Pairs", "check_pair", "payloads_of"]
+
+Key = tuple[int, int]
+"""(pp_rank, transfer rank), as NIXL asks for a payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A handshake as vLLM wants to make it."""
+
+    engine_id: str
+    tp_size: int
+    dcp_size: int = 1
+    pp_size: int = 1
+    notif_only: bool = False
+    """Whether only notices go to the peer: push, from the consumer's side."""
+    has_address: bool = False
+    """Whether the caller named a host that could be asked instead of the book."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """A peer as this worker shook hands with it."""
+
+    generation: str
+    payloads: bytes
+    """Digest of what it published: another one, and the peer's memory is another."""
+
+
+def payloads_of(topology: Topology, ranks: Sequence[int]) -> dict[Key, bytes]:
+    """A peer's handshake payloads by (pp_rank, transfer rank), for every stage.
+
+    Args:
+        topology: The peer, whole.
+        ranks: Transfer ranks of a stage that this worker asks.
+
+    Raises:
+        Incompatible: The peer's payloads are not NIXL's.
+        Incomplete: A worker is missing, or has no payload.
+    """
+    layout = topology.engine.layout
+    sharded = layout.pcp_size > 1 and layout.dcp_size > 1
+    found: dict[Key, bytes] = {}
+    for pp_rank in range(layout.pp_size):
+        for rank in ranks:
+            pcp_rank, tp_rank = divmod(rank, layout.tp_size) if sharded else (0, rank)
+            record = topology.worker(pp_rank, tp_rank, pcp_rank)
+            handshake = record.handshake if record is not None else None
+            if handshake is None or not handshake.payload:
+                raise Incomplete(
+                    f"{topology.engine.engine_id} has no payload for pp{pp_rank} tp{tp_rank}",
+                    metadata={
+                        "engine_id": topology.engine.engine_id,
+                        "missing": f"pp{pp_rank} tp{tp_rank}",
+                    },
+                )
+            if handshake.format != "vllm.nixl":
+                raise Incompatible(
+                    f"{topology.engine.engine_id} publishes {handshake.format}, this engine "
+                    "needs vllm.nixl: run the same connector on both sides",
+                    metadata={"producer": handshake.format, "consumer": "vllm.nixl"},
+                )
+            found[pp_rank, rank] = handshake.payload
+    return found
+
+
+def pairing_of(topology: Topology) -> Pairing:
+    """What a handshake with this topology is good for."""
+    digest = hashlib.sha256()
+    for worker in topology.workers:
+        payload = worker.handshake.payload if worker.handshake else b""
+        digest.update(len(payload).to_bytes(4, "big"))
+        digest.update(payload)
+    return Pairing(topology.engine.generation, digest.digest())
+
+
+def check_pair(own: Topology, peer: Topology, call: Call) -> None:
+    """Whether these two may exchange KV as vLLM is about to.
+
+    Raises:
+        Incompatible: A rule is broken; every one is named with both values.
+        TransferError: The call's sizes are not those of the sealed topology.
+    """
+    ours, theirs = own.engine.role, peer.engine.role
+    we_consume = call.notif_only or ours is Role.CONSUMER or theirs is Role.PRODUCER
+    producer, consumer = (peer, own) if we_consume else (own, peer)
+    verdict = compare_peers(peer_side(producer), peer_side(consumer))
+    if not verdict.compatible:
+        told = "; ".join(f"{broken.reason}: {broken.message}" for broken in verdict.reasons)
+        factors = ", ".join(
+            f"{factor.name} {factor.producer!r} and {factor.consumer!r}"
+            for factor in verdict.factors
+        )
+        raise Incompatible(
+            f"{producer.engine.engine_id} cannot give KV to {consumer.engine.engine_id}: {told}"
+            + (f" (they differ in {factors})" if factors else ""),
+            metadata={
+                "producer": producer.engine.engine_id,
+                "consumer": consumer.engine.engine_id,
+                "reasons": ", ".join(broken.reason for broken in verdict.reasons),
+            },
+        )
+    layout = peer.engine.layout
+    sealed = {
+        "tp_size": transfer_tp_size(peer),
+        "dcp_size": layout.dcp_size,
+        "pp_size": layout.pp_size,
+    }
+    # A consumer announces its sizes to the producer itself, without stages.
+    asked = {"tp_size": call.tp_size, "dcp_size": call.dcp_size, "pp_size": call.pp_size}
+    wrong = {name: (asked[name], sealed[name]) for name in sealed if asked[name] != sealed[name]}
+    if wrong:
+        told = ", ".join(f"{name} {said}, sealed {is_}" for name, (said, is_) in wrong.items())
+        raise TransferError(
+            f"the handshake with {peer.engine.engine_id} was asked for with other sizes: {told}",
+            reason=Reason.ENGINE_INFO_CHANGED,
+            metadata={name: f"{said} != {is_}" for name, (said, is_) in wrong.items()},
+        )
+
+
+class Pairs:
+    """Whom this worker has shaken hands with, and which of these are over.
+
+    Safe to use from many threads. Nothing is dropped here: vLLM's tables belong
+    to its main thread, which asks `over` at each step.
+    """
+
+    def __init__(self, book: PeerBook, log: logging.Logger) -> None:
+        """Follows the book from now on."""
+        self._book = book
+        self._log = log
+        self._lock = threading.Lock()
+        self._made: dict[str, Pairing] = {}
+        self._over: dict[str, str] = {}
+        self._bound: dict[str, str] = {}
+        self.counts: Counter[str] = Counter()
+        """What happened how often: shaken, refused, dropped, late."""
+        book.on_change(self._changed)
+
+    def bind(self, engine_id: str, generation: str) -> None:
+        """From now on this engine is used of this start only; an older pairing is over."""
+        if not generation:
+            return
+        with self._lock:
+            self._bound[engine_id] = generation
+            made = self._made.get(engine_id)
+            if made is not None and made.generation != generation:
+                self._over[engine_id] = f"it is of start {made.generation}, needed is {generation}"
+
+    def bound(self, engine_id: str) -> str:
+        """The start that the engine is used of; empty where any will do."""
+        with self._lock:
+            return self._bound.get(engine_id, "")
+
+    def made(self, topology: Topology) -> None:
+        """A handshake with this topology was made."""
+        engine_id = topology.engine.engine_id
+        with self._lock:
+            self._made[engine_id] = pairing_of(topology)
+            self._over.pop(engine_id, None)
+            self.counts["shaken"] += 1
+        # The book may have moved on while it was made.
+        self._changed(engine_id, self._book.get(engine_id))
+
+    def over(self) -> Mapping[str, str]:
+        """Engines whose pairing is over, and why."""
+        with self._lock:
+            return dict(self._over)
+
+    def is_over(self, engine_id: str) -> bool:
+        """Whether the engine's pairing is over and still held."""
+        with self._lock:
+            return engine_id in self._over
+
+    def dropped(self, engine_id: str) -> None:
+        """What was held of the engine is gone; the next use shakes hands anew."""
+        with self._lock:
+            why = self._over.pop(engine_id, "")
+            self._made.pop(engine_id, None)
+            self.counts["dropped"] += 1
+        self._log.info("rankbook: let go of %s: %s", engine_id, why)
+
+    def dead(self) -> frozenset[str]:
+        """Engines whose workers have all ended for sure: nothing more comes from them.
+
+        A worker whose lease ran out may be frozen or cut off, and still write.
+        """
+        with self._lock:
+            known = tuple(self._over)
+        found = ((name, self._book.get(name)) for name in known)
+        return frozenset(
+            name
+            for name, topology in found
+            if topology is not None
+            and topology.engine.state is State.GONE
+            and not getattr(topology.engine, "lapsed", False)
+        )
+
+    def _changed(self, engine_id: str, topology: Topology | None) -> None:
+        with self._lock:
+            made = self._made.get(engine_id)
+            if made is None:
+                return
+            why = _why_over(made, topology)
+            if not why and self._bound.get(engine_id, made.generation) != made.generation:
+                return  # the copy of the book is behind what a request said
+            if why:
+                self._over.setdefault(engine_id, why)
+            else:
+                self._over.pop(engine_id, None)
+
+
+def _why_over(made: Pairing, topology: Topology | None) -> str:
+    if topology is None:
+        return "it is forgotten"
+    engine = topology.engine
+    if engine.generation != made.generation:
+        return f"start {engine.generation} (epoch {engine.epoch}) took over"
+    if engine.state is State.GONE:
+        return "it is gone"
+    if engine.asleep:
+        return "it is asleep"
+    if engine.state is State.READY and pairing_of(topology) != made:
+        return "it published other metadata"
+    return ""
+
+
+class Gate(Executor):
+    """vLLM's handshake executor with the book before it."""
+
+    def __init__(
+        self,
+        inner: Executor,
+        book: PeerBook,
+        pairs: Pairs,
+        settings: Settings,
+        own_engine_id: str,
+        *,
+        read: Callable[..., Call],
+        shake: Callable[[Topology, Callable[[], Any]], Any],
+    ) -> None:
+        """Takes vLLM's place.
+
+        Args:
+            inner: vLLM's own executor; shut down with this one.
+            book: The local copy of the book.
+            pairs: Takes note of what was shaken.
+            settings: How long to wait.
+            own_engine_id: The engine of this worker.
+            read: Reads vLLM's arguments of a handshake.
+            shake: Runs vLLM's handshake with a topology's payloads; on `inner`.
+        """
+        self._inner = inner
+        self._book = book
+        self._pairs = pairs
+        self._settings = settings
+        self._own = own_engine_id
+        self._read = read
+        self._shake = shake
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Makes a handshake when its peer is there; never waits."""
+        outer: Future[Any] = Future()
+        call = self._read(fn, *args, **kwargs)
+
+        def make() -> Any:
+            return fn(*args, **kwargs)
+
+        answer = self._book.judge(call.engine_id, self._pairs.bound(call.engine_id))
+        if isinstance(answer, Wait) and self._is_foreign(call):
+            return self._inner.submit(make)
+        if isinstance(answer, Use):
+            self._own_then(call, make, outer, answer.topology)
+        else:
+            self._book.when(
+                call.engine_id,
+                self._pairs.bound(call.engine_id),
+                self._settings.peer_timeout_s,
+                lambda found: self._own_then(call, make, outer, found),
+            )
+        return outer
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Shuts vLLM's executor down."""
+        self._inner.shutdown(wait, cancel_futures=cancel_futures)
+
+    def _is_foreign(self, call: Call) -> bool:
+        return (
+            self._settings.side_channel
+            and call.has_address
+            and self._book.get(call.engine_id) is None
+        )
+
+    def _own_then(
+        self,
+        call: Call,
+        make: Callable[[], Any],
+        outer: Future[Any],
+        found: Topology | RankbookError,
+    ) -> None:
+        """Goes on when this engine itself is in the book: pairs are compared as published."""
+        if isinstance(found, RankbookError):
+            self._refuse(outer, found)
+            return
+        own = self._book.get(self._own)
+        if own is not None and own.workers:
+            self._go(call, make, outer, found, own)
+            return
+        self._book.when(
+            self._own,
+            "",
+            self._settings.peer_timeout_s,
+            lambda mine: (
+                self._refuse(outer, mine)
+                if isinstance(mine, RankbookError)
+                else self._go(call, make, outer, found, mine)
+            ),
+        )
+
+    def _go(
+        self, call: Call, make: Callable[[], Any], outer: Future[Any], peer: Topology, own: Topology
+    ) -> None:
+        try:
+            check_pair(own, peer, call)
+            inner = self._inner.submit(self._made, peer, make)
+        except (RankbookError, RuntimeError) as error:  # RuntimeError: shut down meanwhile
+            self._refuse(outer, error)
+            return
+        inner.add_done_callback(lambda done: _pass_on(done, outer))
+
+    def _made(self, peer: Topology, make: Callable[[], Any]) -> Any:
+        result = self._shake(peer, make)
+        self._pairs.made(peer)
+        return result
+
+    def _refuse(self, outer: Future[Any], error: Exception) -> None:
+        self._pairs.counts["refused"] += 1
+        # From another thread: vLLM still holds its lock while it submits.
+        if not outer.done():
+            outer.set_exception(error)
+
+
+def _pass_on(inner: Future[Any], outer: Future[Any]) -> None:
+    error = inner.exception()
+    if error is not None:
+        outer.set_exception(error)
+    else:
+        outer.set_result(inner.result())

@@ -1,0 +1,311 @@
+"""The engine core's side of a request that needs a peer's KV.
+
+A request names its producer; where that is, and of what sizes, the sealed
+topology says. Free of vLLM; used by the engine core's thread alone, which never
+waits here: a request that must wait is asked about again at the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from rankbook.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    NotFound,
+    RankbookError,
+    Reason,
+    Refused,
+)
+from rankbook.model import Address, Role, State, Topology
+from rankbook_vllm.config import Settings
+from rankbook_vllm.lookup import Answer, Refuse, Use, Wait
+
+__all__ = ["Known", "Requests", "Verdict", "address_of", "transfer_tp_size"]
+
+Params = MutableMapping[str, Any]
+
+
+class Known(Protocol):
+    """The copy of the book that requests are resolved with: `PeerBook`."""
+
+    def judge(self, engine_id: str, generation: str = "") -> Answer:
+        """Whether an engine may be used."""
+        ...
+
+    def get(self, engine_id: str) -> Topology | None:
+        """The engine as last seen."""
+        ...
+
+    def engines(self) -> tuple[Topology, ...]:
+        """Every engine as last seen."""
+        ...
+
+
+class Verdict(Enum):
+    """What becomes of a request now."""
+
+    GO = "go"
+    """Its parameters are whole: vLLM may go on."""
+    LATER = "later"
+    """Its producer is not there yet: ask again."""
+    FAIL = "fail"
+    """It cannot be served from its producer; `Requests.error` says why."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    deadline_s: float
+    said: bool = False
+
+
+def transfer_tp_size(topology: Topology) -> int:
+    """Ranks of a stage as NIXL counts them: DCP over PCP makes transfer ranks of its own."""
+    layout = topology.engine.layout
+    return max(layout.tp_size, layout.dcp_size)
+
+
+def address_of(topology: Topology) -> Address | None:
+    """Where the engine's own side channel listens; None where it has none."""
+    core = topology.engine.core
+    addresses = core.addresses if core else ()
+    return next((a for a in addresses if a.label == "side-channel"), None)
+
+
+def _not_text(name: str, value: object) -> BadRequest:
+    return BadRequest(
+        f"kv_transfer_params {name} is {value!r}: it takes the text that the producer returned",
+        metadata={"field": name, "value": value, "rule": "text"},
+    )
+
+
+class Requests:
+    """The requests of one engine that need a peer's KV."""
+
+    def __init__(
+        self,
+        book: Known,
+        settings: Settings,
+        log: logging.Logger,
+        clock: Callable[[], float],
+        *,
+        needs_block_ids: bool,
+    ) -> None:
+        """Takes note.
+
+        Args:
+            book: The local copy of the book.
+            settings: How long to wait, and what a wrong parameter means.
+            log: Where to say what happens.
+            clock: Seconds that never go back, for deadlines.
+            needs_block_ids: Whether this engine reads the blocks itself (pull) and
+                so must be told which.
+        """
+        self._book = book
+        self._settings = settings
+        self._log = log
+        self._clock = clock
+        self._needs_block_ids = needs_block_ids
+        self._pending: dict[str, _Pending] = {}
+        self._failed: dict[str, RankbookError] = {}
+        self._gone_on: dict[str, tuple[str, str]] = {}
+        self.counts: Counter[str] = Counter()
+        """What happened how often: resolved, waited, refused, corrected, foreign."""
+
+    def ask(self, request_id: str, params: Params) -> Verdict:
+        """Resolves a request's parameters in place, or says why not (yet). Never waits."""
+        if request_id in self._failed:
+            return Verdict.FAIL
+        if request_id in self._gone_on:
+            return Verdict.GO
+        try:
+            answer = self._answer(params)
+        except RankbookError as error:
+            return self._fail(request_id, error)
+        if isinstance(answer, Refuse):
+            return self._fail(request_id, answer.why)
+        if isinstance(answer, Wait):
+            if self._is_foreign(params):
+                self.counts["foreign"] += 1
+                return self._go(request_id, params, "")
+            return self._wait(request_id, answer)
+        try:
+            self._fill(request_id, params, answer.topology)
+        except RankbookError as error:
+            return self._fail(request_id, error)
+        self.counts["resolved"] += 1
+        return self._go(request_id, params, answer.topology.engine.generation)
+
+    def error(self, request_id: str) -> RankbookError | None:
+        """Why the request failed; None where it did not."""
+        return self._failed.get(request_id)
+
+    def generations(self) -> dict[str, str]:
+        """The start that each engine is used of, over all requests under way."""
+        return {engine: generation for engine, generation in self._gone_on.values() if generation}
+
+    def generation(self, request_id: str) -> str:
+        """The producer's start that the request is bound to; empty where unknown."""
+        return self._gone_on.get(request_id, ("", ""))[1]
+
+    def went_on(self, request_id: str) -> bool:
+        """Whether vLLM has been given the request."""
+        return request_id in self._gone_on
+
+    def forget(self, request_id: str) -> bool:
+        """The request is over; returns whether it ever went on to vLLM."""
+        self._pending.pop(request_id, None)
+        self._failed.pop(request_id, None)
+        return self._gone_on.pop(request_id, None) is not None
+
+    # -------------------------------------------------------------- deciding
+
+    def _answer(self, params: Params) -> Answer:
+        engine_id = params.get("remote_engine_id")
+        if engine_id is None and params.get("group"):
+            found = self._of_group(params)
+            if isinstance(found, Wait):
+                return found
+            params["remote_engine_id"] = engine_id = found.topology.engine.engine_id
+        generation = params.get("remote_generation") or ""
+        if not isinstance(engine_id, str) or not engine_id:
+            raise _not_text("remote_engine_id", engine_id)
+        if not isinstance(generation, str):
+            raise _not_text("remote_generation", generation)
+        if self._needs_block_ids and params.get("remote_block_ids") is None:
+            raise BadRequest(
+                "kv_transfer_params has no remote_block_ids: this engine reads them from "
+                f"{engine_id}; send what the producer returned",
+                metadata={"field": "remote_block_ids", "value": "", "rule": "block ids"},
+            )
+        return self._book.judge(engine_id, generation)
+
+    def _of_group(self, params: Params) -> Use | Wait:
+        group = params["group"]
+        if params.get("remote_block_ids"):
+            raise BadRequest(
+                f"kv_transfer_params names group {group!r} and block ids: blocks are of one "
+                "engine, name it as remote_engine_id",
+                metadata={"field": "group", "value": group, "rule": "no block ids"},
+            )
+        ready = [
+            topology
+            for topology in self._book.engines()
+            if topology.engine.group == group
+            and topology.engine.state is State.READY
+            and topology.engine.role is not Role.CONSUMER
+        ]
+        if not ready:
+            return Wait(
+                NotFound(
+                    f"group {group!r} has no READY producer",
+                    reason=Reason.GROUP_NOT_FOUND,
+                    metadata={"group": group},
+                )
+            )
+        if len(ready) > 1:
+            names = ", ".join(topology.engine.engine_id for topology in ready)
+            raise Refused(
+                f"group {group!r} has {len(ready)} READY producers ({names}): name one as "
+                "remote_engine_id",
+                reason=Reason.IDENTITY_CONFLICT,
+                metadata={"group": group, "engines": names},
+            )
+        return Use(ready[0])
+
+    def _is_foreign(self, params: Mapping[str, Any]) -> bool:
+        """Whether the peer is one without rankbook, to be asked in vLLM's own way."""
+        return (
+            self._settings.side_channel
+            and self._book.get(params["remote_engine_id"]) is None
+            and all(
+                params.get(name) is not None
+                for name in ("remote_host", "remote_port", "remote_request_id", "tp_size")
+            )
+            if params.get("remote_engine_id")
+            else False
+        )
+
+    def _fill(self, request_id: str, params: Params, topology: Topology) -> None:
+        layout = topology.engine.layout
+        sealed: dict[str, Any] = {
+            "tp_size": transfer_tp_size(topology),
+            "dcp_size": layout.dcp_size,
+            "pp_size": layout.pp_size,
+        }
+        listens = address_of(topology)
+        if listens is not None:
+            sealed |= {"remote_host": listens.host, "remote_port": listens.port}
+        wrong = {
+            name: (params[name], value)
+            for name, value in sealed.items()
+            if params.get(name) is not None and params[name] != value
+        }
+        if wrong:
+            self._wrong(request_id, params, wrong)
+        if listens is None:
+            # Nobody dials it; NIXL tells peers apart by it, so it must be this engine's own.
+            sealed |= {"remote_host": topology.engine.engine_id, "remote_port": 0}
+        params.update(sealed)
+        params["remote_generation"] = topology.engine.generation
+        params.setdefault("remote_request_id", request_id)
+        params.setdefault("remote_block_ids", ())
+
+    def _wrong(self, request_id: str, params: Params, wrong: Mapping[str, tuple[Any, Any]]) -> None:
+        engine_id = params["remote_engine_id"]
+        listed = ", ".join(
+            f"{name} {given!r} instead of {value!r}" for name, (given, value) in wrong.items()
+        )
+        if self._settings.wrong_params == "refuse":
+            raise Refused(
+                f"kv_transfer_params say of {engine_id}: {listed}; leave them out, the sealed "
+                "topology has them, or set wrong_params to correct",
+                reason=Reason.LAYOUT_CONFLICT,
+                metadata={"engine_id": engine_id}
+                | {name: f"{given} != {value}" for name, (given, value) in wrong.items()},
+            )
+        self.counts["corrected"] += 1
+        self._log.warning(
+            "rankbook: request %s said of %s: %s; corrected (%d so far)",
+            request_id,
+            engine_id,
+            listed,
+            self.counts["corrected"],
+        )
+
+    # ------------------------------------------------------------- remembering
+
+    def _go(self, request_id: str, params: Params, generation: str) -> Verdict:
+        self._pending.pop(request_id, None)
+        self._gone_on[request_id] = (params["remote_engine_id"], generation)
+        return Verdict.GO
+
+    def _wait(self, request_id: str, answer: Wait) -> Verdict:
+        now = self._clock()
+        timeout_s = self._settings.peer_timeout_s
+        pending = self._pending.setdefault(request_id, _Pending(now + timeout_s))
+        if now >= pending.deadline_s:
+            error = DeadlineExceeded(
+                f"waited {timeout_s:g} s: {answer.why.message}",
+                metadata=answer.why.metadata | {"timeout_s": timeout_s, "why": answer.why.reason},
+            )
+            return self._fail(request_id, error)
+        if not pending.said:
+            pending.said = True
+            self.counts["waited"] += 1
+            self._log.info("rankbook: request %s waits: %s", request_id, answer.why.message)
+        return Verdict.LATER
+
+    def _fail(self, request_id: str, error: RankbookError) -> Verdict:
+        self._pending.pop(request_id, None)
+        self._failed[request_id] = error
+        self.counts["refused"] += 1
+        self._log.error(
+            "rankbook: request %s cannot get its KV (%s): %s", request_id, error.reason, error
+        )
+        return Verdict.FAIL
