@@ -101,12 +101,10 @@ def handover(
     if wants_transfer_id(producer):
         if not _ended_by_length(reply):
             return None
-        known = {
-            "transfer_id": transfer_id,
-            "remote_engine_id": producer.engine_id,
-            "remote_generation": producer.generation,
-        }
-        return {**asked, **known, **(returned if all_params else {})}
+        known = {"remote_engine_id": producer.engine_id, "remote_generation": producer.generation}
+        said = {name: returned[name] for name in known if returned.get(name)}
+        rest = returned if all_params else {}
+        return {**asked, "transfer_id": transfer_id, **known, **said, **rest}
     if not _has_blocks(returned.get("remote_block_ids")):
         return None
     if all_params:
