@@ -185,17 +185,15 @@ class Fleet:
         group: str,
         *,
         generation: str = "g1",
-        payload: bytes = b"agent",
-        sequence: int = 1,
     ) -> None:
         """Its worker signs in: COMPLETE."""
         record = dataclasses.replace(
-            self._made.record(engine_id, generation=generation, payload=payload),
+            self._made.record(engine_id, generation=generation),
             role=role,
             group=group,
         )
         registered = self.client.register_workers(
-            [record], sequence=sequence, lease_key=f"{engine_id}-{generation}", ttl_s=300
+            [record], sequence=1, lease_key=f"{engine_id}-{generation}", ttl_s=300
         )
         self._leases[engine_id] = registered.lease.lease_id
 
@@ -206,11 +204,13 @@ class Fleet:
         *,
         generation: str = "g1",
         connector: str = "NixlPushConnector",
+        side_channel: int = 5600,
+        sequence: int = 1,
     ) -> None:
         """Its core seals it: READY. Without `port` it does not say where it serves."""
         topology = self.client.get_topology(engine_id, require=Requirement.COMPLETE)
         assert topology.engine.generation == generation
-        addresses = [Address("zmq", "127.0.0.1", 5600, "side-channel")]
+        addresses = [Address("zmq", "127.0.0.1", side_channel, "side-channel")]
         if port is not None:
             addresses.append(Address("http", "127.0.0.1", port, "serving"))
         core = CoreRecord(
@@ -218,7 +218,8 @@ class Fleet:
             connector=connector,
             addresses=tuple(addresses),
         )
-        self.client.seal_engine(engine_id, generation, self._made.seal_slots(topology), core)
+        slots = self._made.seal_slots(topology)
+        self.client.seal_engine(engine_id, generation, slots, core, sequence=sequence)
 
     def ready(
         self,

@@ -177,6 +177,7 @@ def test_a_body_over_the_bound_is_refused_by_its_announced_length(fleet, start_p
         connection.sendall(head.encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 413")
+    assert b"connection: close" in answer.lower()
     assert b"BODY_TOO_LARGE" in answer
     assert producer.count == 0
 

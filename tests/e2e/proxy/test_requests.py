@@ -112,7 +112,7 @@ def test_a_producer_that_kept_no_blocks_leaves_the_prefill_to_the_consumer(
     producer.answer = lambda handler, _: handler.reply(
         {"choices": [{"finish_reason": "stop"}], "kv_transfer_params": returned}
     )
-    reply = proxy.post({"prompt": "x"})
+    reply = proxy.post({"prompt": "x", "kv_transfer_params": {"remote_host": "a client's own"}})
     assert (reply.status_code, reply.headers["x-rankbook-kv"]) == (200, "local")
     assert consumer.get().body == {"prompt": "x"}
     assert "p0 kept no KV" in proxy.log

@@ -44,15 +44,16 @@ def test_only_the_groups_that_were_named_are_asked(fleet, start_proxy):
 
 def test_an_engine_that_does_both_halves_never_sends_to_itself(fleet, start_proxy, made):
     fleet.ready("b0", Role.BOTH)
-    proxy = start_proxy()
-    refused = proxy.post({"prompt": "x"})
-    assert refused.status_code == 503
-    assert "b0 does the prefill and cannot send to itself" in refused.json()["error"]["message"]
     fleet.ready("b1", Role.BOTH)
-    made.eventually(lambda: proxy.takes("decode") == {"b0", "b1"}, TOLD_S, "b1 is known")
+    proxy = start_proxy()
     for _ in range(3):
         shown = proxy.post({"prompt": "x"}).raise_for_status().headers
         assert {shown["x-rankbook-prefill"], shown["x-rankbook-decode"]} == {"b0", "b1"}
+    fleet.lose("b1")
+    made.eventually(lambda: proxy.takes("decode") == {"b0"}, TOLD_S, "b1 is gone")
+    refused = proxy.post({"prompt": "x"})
+    assert refused.status_code == 503
+    assert "b0 does the prefill and cannot send to itself" in refused.json()["error"]["message"]
 
 
 def test_a_drained_engine_gets_nothing_new_and_keeps_what_it_has(fleet, start_proxy, made):
@@ -117,11 +118,18 @@ def test_a_dead_engine_is_asked_no_more(fleet, start_proxy, made):
     assert other.count == 3
 
 
-def test_an_engine_that_does_not_say_where_it_serves_is_skipped_and_said_once(fleet, start_proxy):
+def test_an_engine_that_does_not_say_where_it_serves_is_skipped_and_said_once(
+    fleet, start_proxy, made
+):
     fleet.pair()
     fleet.sign_in("p1", Role.PRODUCER, "prefill")
     fleet.seal("p1", None)
     proxy = start_proxy()
+    revision = proxy.engines()["view"]["revision"]
+    fleet.seal("p1", None, side_channel=5601, sequence=2)
+    made.eventually(
+        lambda: proxy.engines()["view"]["revision"] > revision, TOLD_S, "the new seal is seen"
+    )
     for _ in range(4):
         assert proxy.post({"prompt": "x"}).headers["x-rankbook-prefill"] == "p0"
     lines = [line for line in proxy.log.splitlines() if "p1" in line]
