@@ -328,7 +328,14 @@ class Successor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One engine without its workers' records."""
+    """One engine without its workers' records.
+
+    `lapsed`: a worker of this generation was taken out without its word (its
+    lease ran out, or the engine was evicted), so its process may still run and
+    write. False: every worker that is gone was signed out, by itself or by its
+    heartbeat process that saw it end. False in a new generation, whatever became
+    of the one before.
+    """
 
     namespace: str
     engine_id: str
@@ -357,6 +364,7 @@ class Engine:
     start_time: dt.datetime | None = None
     change_time: dt.datetime | None = None
     asleep: tuple[Slot, ...] = ()
+    lapsed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

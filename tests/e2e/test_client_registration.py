@@ -15,6 +15,7 @@ import rankbook
 from rankbook import RegistrationState as State
 
 TTL_S = 2.0
+ANY = rankbook.Requirement.ANY
 
 PUBLISHER = """
 import os, sys
@@ -157,6 +158,41 @@ def test_a_killed_worker_is_out_within_two_seconds_though_a_forked_child_holds_i
         os.kill(child, signal.SIGKILL)
     # Both well before the lease could have run out.
     assert out_s + gone_s < TTL_S
+
+
+def test_an_engine_whose_worker_was_killed_has_not_lapsed(
+    shared_rankbookd, worker, made, engine_id
+):
+    killed = worker(shared_rankbookd.grpc, made.record(engine_id))
+    with rankbook.Client(shared_rankbookd.grpc) as client:
+        engine = lambda: client.get_topology(engine_id, require=ANY).engine  # noqa: E731
+        assert not engine().lapsed
+        killed.kill()
+        made.eventually(lambda: engine().state is rankbook.State.GONE, 2.0, "the engine is gone")
+        assert not engine().lapsed
+
+
+def test_an_engine_whose_worker_is_frozen_with_its_heartbeat_has_lapsed_and_stays_so(
+    shared_rankbookd, program, made, engine_id
+):
+    frozen = program(
+        PUBLISHER + "sys.stdin.readline()\n", shared_rankbookd.grpc, engine_id, "process"
+    )
+    heartbeat = int(frozen.line())
+    with rankbook.Client(shared_rankbookd.grpc) as client:
+        engine = lambda: client.get_topology(engine_id, require=ANY).engine  # noqa: E731
+        frozen.process.send_signal(signal.SIGSTOP)
+        os.kill(heartbeat, signal.SIGSTOP)
+        try:
+            made.eventually(
+                lambda: engine().state is rankbook.State.GONE, TTL_S + 3, "its lease ran out"
+            )
+            assert engine().lapsed
+        finally:
+            os.kill(heartbeat, signal.SIGCONT)
+            frozen.process.send_signal(signal.SIGCONT)
+        made.eventually(lambda: engine().state is rankbook.State.COMPLETE, 10, "the worker is back")
+        assert engine().lapsed
 
 
 def test_a_heartbeat_process_ends_with_its_parent_also_while_the_registry_is_away(

@@ -85,6 +85,10 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
         "The core has not said that it saw the workers' new records; no new peer may use them.",
         "A vLLM core seals again by itself; by hand: rankbook seal ENGINE.",
     ),
+    "EVICTED": (
+        "Peers were told that it is gone; its processes were not stopped.",
+        "Stop what still runs of it, and start it anew.",
+    ),
     "ASLEEP": (
         "Its KV cache is not registered: nobody can read from it.",
         "Wake the engine.",

@@ -27,6 +27,8 @@ __all__ = ["draw", "next_step"]
 
 _SLOTS_SHOWN = 400
 """Characters of a list of missing slots."""
+_LAPSED = "lease ran out (or evicted): a process that is gone from the book may still run"
+_LEFT = "left: every worker that is gone has signed out, or was seen to end"
 _WORDS_SHOWN = 12
 """Problems of one drawing before the rest is only counted."""
 
@@ -159,6 +161,8 @@ def _words(topology: Topology, now: dt.datetime, glyphs: Glyphs, width: int) -> 
         yield from wrapped(
             Text(f"missing {total} of {engine.declared}: {slots}{more}", style="bold red"), width
         )
+    if engine.missing and engine.state in (State.GONE, State.DEGRADED):
+        yield from wrapped(Text(_LAPSED if engine.lapsed else _LEFT), width)
     if engine.drain is not None and engine.drain.deadline is not None:
         left = (engine.drain.deadline - now).total_seconds()
         words = f"in {duration_text(left)}" if left > 0 else "has passed"

@@ -82,6 +82,8 @@ class StoredEngine(google.protobuf.message.Message):
     RETIRED_ALIVE_FIELD_NUMBER: builtins.int
     GONE_TIME_FIELD_NUMBER: builtins.int
     CHANGE_TIME_FIELD_NUMBER: builtins.int
+    LAPSED_FIELD_NUMBER: builtins.int
+    EVICTION_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version of this encoding: 1."""
     change_revision: builtins.int
@@ -108,6 +110,10 @@ class StoredEngine(google.protobuf.message.Message):
     """COMPLETE was reached in this generation."""
     evicted: builtins.bool
     """The epoch was evicted: its workers are out and may not come back."""
+    lapsed: builtins.bool
+    """A worker of the epoch was taken out because its lease ran out, or with the
+    eviction.
+    """
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the generation got its first worker."""
@@ -150,6 +156,10 @@ class StoredEngine(google.protobuf.message.Message):
     def change_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When this head last changed visibly."""
 
+    @property
+    def eviction(self) -> global___StoredEviction:
+        """Who evicted the epoch; absent where nothing was alive to be taken out."""
+
     def __init__(
         self,
         *,
@@ -175,11 +185,35 @@ class StoredEngine(google.protobuf.message.Message):
         retired_alive: collections.abc.Iterable[google.protobuf.timestamp_pb2.Timestamp] | None = ...,
         gone_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         change_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        lapsed: builtins.bool = ...,
+        eviction: global___StoredEviction | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["change_time", b"change_time", "core", b"core", "drain", b"drain", "gone_time", b"gone_time", "layout", b"layout", "seal", b"seal", "start_time", b"start_time", "successor", b"successor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["change_revision", b"change_revision", "change_time", b"change_time", "core", b"core", "dp_rank", b"dp_rank", "drain", b"drain", "epoch", b"epoch", "evicted", b"evicted", "generation", b"generation", "gone_time", b"gone_time", "group", b"group", "last_epoch", b"last_epoch", "layout", b"layout", "replica", b"replica", "retired_alive", b"retired_alive", "role", b"role", "seal", b"seal", "start_revision", b"start_revision", "start_time", b"start_time", "starts", b"starts", "successor", b"successor", "version", b"version", "was_complete", b"was_complete"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["change_time", b"change_time", "core", b"core", "drain", b"drain", "eviction", b"eviction", "gone_time", b"gone_time", "layout", b"layout", "seal", b"seal", "start_time", b"start_time", "successor", b"successor"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["change_revision", b"change_revision", "change_time", b"change_time", "core", b"core", "dp_rank", b"dp_rank", "drain", b"drain", "epoch", b"epoch", "evicted", b"evicted", "eviction", b"eviction", "generation", b"generation", "gone_time", b"gone_time", "group", b"group", "lapsed", b"lapsed", "last_epoch", b"last_epoch", "layout", b"layout", "replica", b"replica", "retired_alive", b"retired_alive", "role", b"role", "seal", b"seal", "start_revision", b"start_revision", "start_time", b"start_time", "starts", b"starts", "successor", b"successor", "version", b"version", "was_complete", b"was_complete"]) -> None: ...
 
 global___StoredEngine = StoredEngine
+
+@typing.final
+class StoredEviction(google.protobuf.message.Message):
+    """The word of who evicted an engine."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    REQUESTED_BY_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    """Why, in the words of who asked."""
+    requested_by: builtins.str
+    """Who asked: a name given by the caller."""
+    def __init__(
+        self,
+        *,
+        reason: builtins.str = ...,
+        requested_by: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "requested_by", b"requested_by"]) -> None: ...
+
+global___StoredEviction = StoredEviction
 
 @typing.final
 class StoredCore(google.protobuf.message.Message):
@@ -340,6 +374,7 @@ class StoredLease(google.protobuf.message.Message):
     TTL_MILLIS_FIELD_NUMBER: builtins.int
     USES_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
+    REVOKED_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version of this encoding: 1."""
     lease_key: builtins.str
@@ -348,6 +383,8 @@ class StoredLease(google.protobuf.message.Message):
     """Granted time to live, in milliseconds."""
     ended: builtins.bool
     """The lease has ended and only waits for the rest of its records to go."""
+    revoked: builtins.bool
+    """Its holder gave it up. Ended without it: it ran out."""
     @property
     def uses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StoredUse]:
         """The starts whose records it keeps or kept. The lease is fenced once all of
@@ -362,8 +399,9 @@ class StoredLease(google.protobuf.message.Message):
         ttl_millis: builtins.int = ...,
         uses: collections.abc.Iterable[global___StoredUse] | None = ...,
         ended: builtins.bool = ...,
+        revoked: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ended", b"ended", "lease_key", b"lease_key", "ttl_millis", b"ttl_millis", "uses", b"uses", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "lease_key", b"lease_key", "revoked", b"revoked", "ttl_millis", b"ttl_millis", "uses", b"uses", "version", b"version"]) -> None: ...
 
 global___StoredLease = StoredLease
 

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from rankbook.v1 import record_pb2 as rankbook_dot_v1_dot_record__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arankbook/v1/topology.proto\x12\x0brankbook.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18rankbook/v1/record.proto\"\xdc\x06\n\x06\x45ngine\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0f\n\x07replica\x18\x04 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x05 \x01(\r\x12\x1f\n\x04role\x18\x06 \x01(\x0e\x32\x11.rankbook.v1.Role\x12!\n\x05state\x18\x07 \x01(\x0e\x32\x12.rankbook.v1.State\x12\x12\n\ngeneration\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x03\x12\x10\n\x08revision\x18\n \x01(\x03\x12\x16\n\x0estart_revision\x18\x0b \x01(\x03\x12#\n\x06layout\x18\x0c \x01(\x0b\x32\x13.rankbook.v1.Layout\x12\x0f\n\x07present\x18\r \x01(\r\x12\x10\n\x08\x64\x65\x63lared\x18\x0e \x01(\r\x12\"\n\x07missing\x18\x0f \x03(\x0b\x32\x11.rankbook.v1.Slot\x12\"\n\x06stages\x18\x10 \x03(\x0b\x32\x12.rankbook.v1.Stage\x12&\n\x08problems\x18\x11 \x03(\x0b\x32\x14.rankbook.v1.Problem\x12\x1f\n\x04seal\x18\x12 \x01(\x0b\x32\x11.rankbook.v1.Seal\x12%\n\x04\x63ore\x18\x13 \x01(\x0b\x32\x17.rankbook.v1.CoreRecord\x12!\n\x05\x64rain\x18\x14 \x01(\x0b\x32\x12.rankbook.v1.Drain\x12)\n\tsuccessor\x18\x15 \x01(\x0b\x32\x16.rankbook.v1.Successor\x12!\n\x05model\x18\x16 \x01(\x0b\x32\x12.rankbook.v1.Model\x12\x15\n\rcompat_hashes\x18\x17 \x03(\t\x12/\n\x06labels\x18\x18 \x03(\x0b\x32\x1f.rankbook.v1.Engine.LabelsEntry\x12.\n\nstart_time\x18\x19 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63hange_time\x18\x1a \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12!\n\x06\x61sleep\x18\x1b \x03(\x0b\x32\x11.rankbook.v1.Slot\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x05Stage\x12\x0f\n\x07pp_rank\x18\x01 \x01(\r\x12\x13\n\x0bstart_layer\x18\x02 \x01(\r\x12\x11\n\tend_layer\x18\x03 \x01(\r\"\xba\x01\n\x07Problem\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\'\n\x08severity\x18\x02 \x01(\x0e\x32\x15.rankbook.v1.Severity\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x34\n\x08metadata\x18\x04 \x03(\x0b\x32\".rankbook.v1.Problem.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"a\n\x04Seal\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\"\x8b\x01\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x14\n\x0crequested_by\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x64\x65\x61\x64line\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"A\n\tSuccessor\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x12\n\ngeneration\x18\x03 \x01(\t\"\x88\x01\n\x08Topology\x12#\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x13.rankbook.v1.Engine\x12*\n\x07workers\x18\x02 \x03(\x0b\x32\x19.rankbook.v1.WorkerRecord\x12+\n\x08statuses\x18\x03 \x03(\x0b\x32\x19.rankbook.v1.WorkerStatus\"Y\n\x0cWorkerStatus\x12\x15\n\rrecord_digest\x18\x01 \x01(\x0c\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x0e\n\x06\x61sleep\x18\x04 \x01(\x08\"t\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0erenew_interval\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*\xa1\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTATE_GONE\x10\x01\x12\x11\n\rSTATE_INVALID\x10\x02\x12\x12\n\x0eSTATE_DEGRADED\x10\x03\x12\x12\n\x0eSTATE_DRAINING\x10\x04\x12\x0f\n\x0bSTATE_READY\x10\x05\x12\x12\n\x0eSTATE_COMPLETE\x10\x06\x12\x11\n\rSTATE_FORMING\x10\x07*a\n\x08Severity\x12\x18\n\x14SEVERITY_UNSPECIFIED\x10\x00\x12\x11\n\rSEVERITY_INFO\x10\x01\x12\x14\n\x10SEVERITY_WARNING\x10\x02\x12\x12\n\x0eSEVERITY_ERROR\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arankbook/v1/topology.proto\x12\x0brankbook.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18rankbook/v1/record.proto\"\xec\x06\n\x06\x45ngine\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0f\n\x07replica\x18\x04 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x05 \x01(\r\x12\x1f\n\x04role\x18\x06 \x01(\x0e\x32\x11.rankbook.v1.Role\x12!\n\x05state\x18\x07 \x01(\x0e\x32\x12.rankbook.v1.State\x12\x12\n\ngeneration\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x03\x12\x10\n\x08revision\x18\n \x01(\x03\x12\x16\n\x0estart_revision\x18\x0b \x01(\x03\x12#\n\x06layout\x18\x0c \x01(\x0b\x32\x13.rankbook.v1.Layout\x12\x0f\n\x07present\x18\r \x01(\r\x12\x10\n\x08\x64\x65\x63lared\x18\x0e \x01(\r\x12\"\n\x07missing\x18\x0f \x03(\x0b\x32\x11.rankbook.v1.Slot\x12\"\n\x06stages\x18\x10 \x03(\x0b\x32\x12.rankbook.v1.Stage\x12&\n\x08problems\x18\x11 \x03(\x0b\x32\x14.rankbook.v1.Problem\x12\x1f\n\x04seal\x18\x12 \x01(\x0b\x32\x11.rankbook.v1.Seal\x12%\n\x04\x63ore\x18\x13 \x01(\x0b\x32\x17.rankbook.v1.CoreRecord\x12!\n\x05\x64rain\x18\x14 \x01(\x0b\x32\x12.rankbook.v1.Drain\x12)\n\tsuccessor\x18\x15 \x01(\x0b\x32\x16.rankbook.v1.Successor\x12!\n\x05model\x18\x16 \x01(\x0b\x32\x12.rankbook.v1.Model\x12\x15\n\rcompat_hashes\x18\x17 \x03(\t\x12/\n\x06labels\x18\x18 \x03(\x0b\x32\x1f.rankbook.v1.Engine.LabelsEntry\x12.\n\nstart_time\x18\x19 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63hange_time\x18\x1a \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12!\n\x06\x61sleep\x18\x1b \x03(\x0b\x32\x11.rankbook.v1.Slot\x12\x0e\n\x06lapsed\x18\x1c \x01(\x08\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x05Stage\x12\x0f\n\x07pp_rank\x18\x01 \x01(\r\x12\x13\n\x0bstart_layer\x18\x02 \x01(\r\x12\x11\n\tend_layer\x18\x03 \x01(\r\"\xba\x01\n\x07Problem\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\'\n\x08severity\x18\x02 \x01(\x0e\x32\x15.rankbook.v1.Severity\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x34\n\x08metadata\x18\x04 \x03(\x0b\x32\".rankbook.v1.Problem.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"a\n\x04Seal\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\"\x8b\x01\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x14\n\x0crequested_by\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x64\x65\x61\x64line\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"A\n\tSuccessor\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x12\n\ngeneration\x18\x03 \x01(\t\"\x88\x01\n\x08Topology\x12#\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x13.rankbook.v1.Engine\x12*\n\x07workers\x18\x02 \x03(\x0b\x32\x19.rankbook.v1.WorkerRecord\x12+\n\x08statuses\x18\x03 \x03(\x0b\x32\x19.rankbook.v1.WorkerStatus\"Y\n\x0cWorkerStatus\x12\x15\n\rrecord_digest\x18\x01 \x01(\x0c\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x0e\n\x06\x61sleep\x18\x04 \x01(\x08\"t\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0erenew_interval\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*\xa1\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTATE_GONE\x10\x01\x12\x11\n\rSTATE_INVALID\x10\x02\x12\x12\n\x0eSTATE_DEGRADED\x10\x03\x12\x12\n\x0eSTATE_DRAINING\x10\x04\x12\x0f\n\x0bSTATE_READY\x10\x05\x12\x12\n\x0eSTATE_COMPLETE\x10\x06\x12\x11\n\rSTATE_FORMING\x10\x07*a\n\x08Severity\x12\x18\n\x14SEVERITY_UNSPECIFIED\x10\x00\x12\x11\n\rSEVERITY_INFO\x10\x01\x12\x14\n\x10SEVERITY_WARNING\x10\x02\x12\x12\n\x0eSEVERITY_ERROR\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,30 +38,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINE_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_PROBLEM_METADATAENTRY']._loaded_options = None
   _globals['_PROBLEM_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_STATE']._serialized_start=1909
-  _globals['_STATE']._serialized_end=2070
-  _globals['_SEVERITY']._serialized_start=2072
-  _globals['_SEVERITY']._serialized_end=2169
+  _globals['_STATE']._serialized_start=1925
+  _globals['_STATE']._serialized_end=2086
+  _globals['_SEVERITY']._serialized_start=2088
+  _globals['_SEVERITY']._serialized_end=2185
   _globals['_ENGINE']._serialized_start=135
-  _globals['_ENGINE']._serialized_end=995
-  _globals['_ENGINE_LABELSENTRY']._serialized_start=950
-  _globals['_ENGINE_LABELSENTRY']._serialized_end=995
-  _globals['_STAGE']._serialized_start=997
-  _globals['_STAGE']._serialized_end=1061
-  _globals['_PROBLEM']._serialized_start=1064
-  _globals['_PROBLEM']._serialized_end=1250
-  _globals['_PROBLEM_METADATAENTRY']._serialized_start=1203
-  _globals['_PROBLEM_METADATAENTRY']._serialized_end=1250
-  _globals['_SEAL']._serialized_start=1252
-  _globals['_SEAL']._serialized_end=1349
-  _globals['_DRAIN']._serialized_start=1352
-  _globals['_DRAIN']._serialized_end=1491
-  _globals['_SUCCESSOR']._serialized_start=1493
-  _globals['_SUCCESSOR']._serialized_end=1558
-  _globals['_TOPOLOGY']._serialized_start=1561
-  _globals['_TOPOLOGY']._serialized_end=1697
-  _globals['_WORKERSTATUS']._serialized_start=1699
-  _globals['_WORKERSTATUS']._serialized_end=1788
-  _globals['_LEASE']._serialized_start=1790
-  _globals['_LEASE']._serialized_end=1906
+  _globals['_ENGINE']._serialized_end=1011
+  _globals['_ENGINE_LABELSENTRY']._serialized_start=966
+  _globals['_ENGINE_LABELSENTRY']._serialized_end=1011
+  _globals['_STAGE']._serialized_start=1013
+  _globals['_STAGE']._serialized_end=1077
+  _globals['_PROBLEM']._serialized_start=1080
+  _globals['_PROBLEM']._serialized_end=1266
+  _globals['_PROBLEM_METADATAENTRY']._serialized_start=1219
+  _globals['_PROBLEM_METADATAENTRY']._serialized_end=1266
+  _globals['_SEAL']._serialized_start=1268
+  _globals['_SEAL']._serialized_end=1365
+  _globals['_DRAIN']._serialized_start=1368
+  _globals['_DRAIN']._serialized_end=1507
+  _globals['_SUCCESSOR']._serialized_start=1509
+  _globals['_SUCCESSOR']._serialized_end=1574
+  _globals['_TOPOLOGY']._serialized_start=1577
+  _globals['_TOPOLOGY']._serialized_end=1713
+  _globals['_WORKERSTATUS']._serialized_start=1715
+  _globals['_WORKERSTATUS']._serialized_end=1804
+  _globals['_LEASE']._serialized_start=1806
+  _globals['_LEASE']._serialized_end=1922
 # @@protoc_insertion_point(module_scope)

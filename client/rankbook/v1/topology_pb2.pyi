@@ -145,6 +145,7 @@ class Engine(google.protobuf.message.Message):
     START_TIME_FIELD_NUMBER: builtins.int
     CHANGE_TIME_FIELD_NUMBER: builtins.int
     ASLEEP_FIELD_NUMBER: builtins.int
+    LAPSED_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Namespace the engine is in."""
     engine_id: builtins.str
@@ -171,6 +172,15 @@ class Engine(google.protobuf.message.Message):
     """Slots that are filled now."""
     declared: builtins.int
     """Slots that were declared: pp_size x pcp_size x tp_size."""
+    lapsed: builtins.bool
+    """A worker of this generation was taken out without its word: its lease ran
+    out, or an operator evicted the engine. Its process may be frozen or cut
+    off, and may still run and write. False: every worker that is gone was
+    signed out, by itself or by its heartbeat process that saw it end. Stays
+    true when the worker comes back; a new generation starts with false, which
+    says nothing of the workers of the generation before it. The core's own
+    record does not count.
+    """
     @property
     def layout(self) -> rankbook.v1.record_pb2.Layout:
         """Sizes all workers declared."""
@@ -257,9 +267,10 @@ class Engine(google.protobuf.message.Message):
         start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         change_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         asleep: collections.abc.Iterable[rankbook.v1.record_pb2.Slot] | None = ...,
+        lapsed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["change_time", b"change_time", "core", b"core", "drain", b"drain", "layout", b"layout", "model", b"model", "seal", b"seal", "start_time", b"start_time", "successor", b"successor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["asleep", b"asleep", "change_time", b"change_time", "compat_hashes", b"compat_hashes", "core", b"core", "declared", b"declared", "dp_rank", b"dp_rank", "drain", b"drain", "engine_id", b"engine_id", "epoch", b"epoch", "generation", b"generation", "group", b"group", "labels", b"labels", "layout", b"layout", "missing", b"missing", "model", b"model", "namespace", b"namespace", "present", b"present", "problems", b"problems", "replica", b"replica", "revision", b"revision", "role", b"role", "seal", b"seal", "stages", b"stages", "start_revision", b"start_revision", "start_time", b"start_time", "state", b"state", "successor", b"successor"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep", b"asleep", "change_time", b"change_time", "compat_hashes", b"compat_hashes", "core", b"core", "declared", b"declared", "dp_rank", b"dp_rank", "drain", b"drain", "engine_id", b"engine_id", "epoch", b"epoch", "generation", b"generation", "group", b"group", "labels", b"labels", "lapsed", b"lapsed", "layout", b"layout", "missing", b"missing", "model", b"model", "namespace", b"namespace", "present", b"present", "problems", b"problems", "replica", b"replica", "revision", b"revision", "role", b"role", "seal", b"seal", "stages", b"stages", "start_revision", b"start_revision", "start_time", b"start_time", "state", b"state", "successor", b"successor"]) -> None: ...
 
 global___Engine = Engine
 

@@ -34,6 +34,7 @@ from rankbook_server.core.keys import SlotKey, slot_message
 from rankbook_server.core.problems import (
     asleep,
     core_lost,
+    evicted,
     layer_problems,
     loopback,
     ranks_lost,
@@ -318,6 +319,8 @@ class EngineState:
             return self._derived
         head = self.head
         problems = [*self.errors(), *self._warnings(), *neighbours(self)] if self.live else []
+        if head.HasField("eviction"):
+            problems.append(evicted(head.eviction))
         engine = v1.Engine(
             namespace=self.namespace,
             engine_id=self.engine_id,
@@ -345,6 +348,7 @@ class EngineState:
             start_time=head.start_time,
             change_time=self.change_time,
             asleep=[slot_message(slot) for slot in sorted(self.asleep)],
+            lapsed=head.lapsed,
         )
         if head.HasField("seal"):
             engine.seal.CopyFrom(head.seal)

@@ -20,6 +20,7 @@ __all__ = [
     "kept_lease",
     "lease_message",
     "live_lease",
+    "ran_out",
     "renew",
     "ttl_ops",
 ]
@@ -165,6 +166,12 @@ def _changed(entry: LeaseEntry, *, ended: bool = False) -> v1.StoredLease:
     stored.ttl_millis = round(entry.ttl_s * 1000)
     stored.ended = stored.ended or ended
     return stored
+
+
+def ran_out(book: BookFold, lease_id: str) -> bool:
+    """Whether a lease that has ended did so without its holder's word."""
+    entry = book.leases.get(lease_id)
+    return entry is None or not entry.stored.revoked
 
 
 def lease_message(lease_id: str, ttl_s: float) -> v1.Lease:

@@ -37,6 +37,7 @@ def removal_ops(
     now: Instant,
     *,
     sequence: int = 0,
+    lapsed: bool = False,
 ) -> list[Op]:
     """Takes live slots out and closes their holders' sequences.
 
@@ -46,6 +47,7 @@ def removal_ops(
         slots: Live slots, or `CORE` for the core's own record.
         now: When.
         sequence: Closes at this number where it is above the holder's last.
+        lapsed: Their lease ran out: nobody knows whether the holders have ended.
     """
     gone = set(slots)
     core = CORE in gone
@@ -65,8 +67,10 @@ def removal_ops(
         )
         ops.append(book.worker_put(engine.engine_id, slot, closed))
     last = bool(gone) and len(gone) == len(engine.live)
-    if core or last or engine.unsaved:
+    lapse = bool(gone) and lapsed and not engine.head.lapsed
+    if core or last or lapse or engine.unsaved:
         head = copy_head(engine, visible_at=now)
+        head.lapsed = head.lapsed or lapse
         if core:
             head.core.live = False
             holder = head.core.holders[-1]
@@ -171,16 +175,17 @@ def revoke(
             reason=Reason.LEASE_NOT_FOUND,
             metadata={"lease_id": lease_id, "namespace": book.namespace},
         )
-    ops, removed = _end_ops(book, lease_id, now)
+    ops, removed = _end_ops(book, lease_id, now, revoked=True)
     return Decision(
         Txn(tuple(ops)),
         lambda revision: v1.RevokeLeaseResponse(removed=removed, revision=revision),
     )
 
 
-def _end_ops(book: BookFold, lease_id: str, now: Instant) -> tuple[list[Op], int]:
+def _end_ops(book: BookFold, lease_id: str, now: Instant, *, revoked: bool) -> tuple[list[Op], int]:
     """The next piece of a lease's end: records, then the lease itself. What one
-    transaction cannot hold goes with the next expiry."""
+    transaction cannot hold goes with the next expiry, which must know whether
+    the lease was `revoked`."""
     entry = book.leases[lease_id]
     by_engine: dict[str, list[SlotKey]] = {}
     for engine_id, slot in sorted(entry.holds)[:_REMOVED_AT_ONCE]:
@@ -189,14 +194,14 @@ def _end_ops(book: BookFold, lease_id: str, now: Instant) -> tuple[list[Op], int
             break
     ops: list[Op] = []
     for engine_id, slots in by_engine.items():
-        ops += removal_ops(book, book.engines[engine_id], slots, now)
+        ops += removal_ops(book, book.engines[engine_id], slots, now, lapsed=not revoked)
     taken = sum(len(slots) for slots in by_engine.values())
     if taken == len(entry.holds):
         ops.append(Delete(lease_key(book.namespace, lease_id)))
-    elif not entry.stored.ended:
+    elif not entry.stored.ended or revoked != entry.stored.revoked:
         ended = v1.StoredLease()
         ended.CopyFrom(entry.stored)
-        ended.ended = True
+        ended.ended, ended.revoked = True, revoked
         ops.append(book.lease_put(lease_id, ended))
     removed = sum(1 for slots in by_engine.values() for slot in slots if slot != CORE)
     return ops, removed
@@ -210,7 +215,7 @@ def expire(book: BookFold, now: Instant) -> Decision[None] | None:
     due = book.next_due(now.mono_s)
     if due is None:
         return None
-    ops, removed = _end_ops(book, due.lease_id, now)
+    ops, removed = _end_ops(book, due.lease_id, now, revoked=due.stored.revoked)
     note = Note(
         "lease_expired",
         {

@@ -125,6 +125,11 @@ def evict(
     was = engine.revision
     head = copy_head(engine, visible_at=now if seen else None)
     head.evicted = True
+    if seen:
+        head.eviction.reason = request.reason
+        head.eviction.requested_by = request.requested_by
+    # An operator cannot know either that a process has ended.
+    head.lapsed = head.lapsed or removed > 0
     head.ClearField("core")
     if not head.HasField("gone_time"):
         head.gone_time.CopyFrom(timestamp(now.unix_s))

@@ -15,6 +15,7 @@ from rankbook_server.core.keys import SlotKey, slot_text
 __all__ = [
     "asleep",
     "core_lost",
+    "evicted",
     "layer_problems",
     "loopback",
     "problem",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 _SHOWN = 16
+_INFO = v1.SEVERITY_INFO
 _WARNING = v1.SEVERITY_WARNING
 _ERROR = v1.SEVERITY_ERROR
 
@@ -146,6 +148,19 @@ def core_lost(boot_id: str) -> v1.Problem:
         _WARNING,
         f"the engine core {boot_id} that sealed is gone",
         boot_id=boot_id,
+    )
+
+
+def evicted(eviction: v1.StoredEviction) -> v1.Problem:
+    """An operator took the engine out."""
+    by = f" by {eviction.requested_by}" if eviction.requested_by else ""
+    why = f": {eviction.reason}" if eviction.reason else ""
+    return problem(
+        "EVICTED",
+        _INFO,
+        f"evicted{by}{why}; its processes may still run, and cannot sign in again",
+        requested_by=eviction.requested_by,
+        why=eviction.reason,
     )
 
 

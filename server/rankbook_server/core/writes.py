@@ -23,7 +23,7 @@ from rankbook_server.core.engine import EngineState
 from rankbook_server.core.fold import BookFold
 from rankbook_server.core.heads import begun_head, copy_head, heir_ops
 from rankbook_server.core.keys import slot_key, slot_text
-from rankbook_server.core.leases import grant, kept_lease
+from rankbook_server.core.leases import grant, kept_lease, ran_out
 from rankbook_server.core.ops import Op, Txn
 from rankbook_server.core.records import (
     check_declared,
@@ -72,8 +72,10 @@ def register(
     added = sum(i.record.ByteSize() - (i.state.size if i.state else 0) for i in fresh)
     check_size(engine_id, engine.bytes, added)
     ops: list[Op] = []
-    if engine.head.HasField("gone_time"):
+    lapse = not engine.head.lapsed and any(_succeeds_lapsed(book, item) for item in fresh)
+    if lapse or engine.head.HasField("gone_time"):
         head = copy_head(engine, visible_at=now)
+        head.lapsed = head.lapsed or lapse
         head.ClearField("gone_time")
         head.ClearField("successor")
         ops.append(book.head_put(engine_id, head))
@@ -173,6 +175,18 @@ def _compare(
     if sequence == last and (digest != state.stored.record_digest or state.stored.asleep):
         raise refuse_reused(boot_id, sequence, slot_text(slot))
     return _Sent(record, digest, state, sequence == last)
+
+
+def _succeeds_lapsed(book: BookFold, item: _Sent) -> bool:
+    """Whether a record takes its slot from another process whose lease ran out
+    and has not been swept yet."""
+    state = item.state
+    return (
+        state is not None
+        and state.live
+        and slot_holder(state) != item.record.process.boot_id
+        and ran_out(book, state.stored.lease_id)
+    )
 
 
 def _first_reply(

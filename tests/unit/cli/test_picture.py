@@ -70,6 +70,7 @@ pp 3   [46,61)  15  1/2  │               █████│     ✗ ●
 ● here   ✗ missing   ☾ asleep (payload withdrawn)   ≠ layers differ from its stage
 
 missing 2 of 8: pp1 tp1, pp3 tp0
+left: every worker that is gone has signed out, or was seen to end
 → takes no new peers until the lost ranks are back (unchanged: READY again; changed: after a new
     seal) or the engine is restarted
 ▲ LOOPBACK_ADDRESS  pp0 tp0 advertises 127.0.0.1
@@ -87,6 +88,18 @@ missing 2 of 8: pp1 tp1, pp3 tp0
         ),
     )
     assert expected == picture(topology, now, glyphs=UNICODE)
+
+
+@pytest.mark.parametrize("state", [State.DEGRADED, State.GONE])
+@pytest.mark.parametrize(("lapsed", "word"), [(False, "left: "), (True, "lease ran out ")])
+def test_how_the_missing_workers_went_is_told(
+    make_topology: Make, now: dt.datetime, state: State, lapsed: bool, word: str
+) -> None:
+    topology = make_topology([31, 30], 1, state, gone=(Slot(1, 0, 0),))
+    engine = dataclasses.replace(topology.engine, lapsed=lapsed)
+    topology = dataclasses.replace(topology, engine=engine)
+    told = [line for line in picture(topology, now).splitlines() if "gone" in line]
+    assert any(line.startswith(word) for line in told)
 
 
 def test_a_stage_without_a_worker_has_no_known_layers(
@@ -192,7 +205,10 @@ def test_a_dead_engine_has_no_grid_and_names_its_successor(
     )
     shown = picture(topology, now)
     assert "stage" not in shown
-    assert shown.endswith("\n\n-> replaced by prefill-a-0 epoch 4\n")
+    assert shown.endswith(
+        "\n\nleft: every worker that is gone has signed out, or was seen to end"
+        "\n-> replaced by prefill-a-0 epoch 4\n"
+    )
 
 
 @pytest.mark.parametrize(

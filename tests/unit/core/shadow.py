@@ -62,6 +62,7 @@ class ShadowEngine:
     borrowed: bool = False
     draining: bool = False
     evicted: bool = False
+    lapsed: bool = False
     idle_since: float = INF
 
     def live(self) -> dict[Slot, ShadowSlot]:
@@ -275,6 +276,8 @@ class Shadow:
             boot = record.process.boot_id
             if held.live and held.boot == boot and held.last[boot] == request.sequence:
                 continue  # a part of the batch that was here already
+            # Another process may have a slot only from one whose lease ran out.
+            engine.lapsed = engine.lapsed or (held.live and held.boot != boot)
             held.live, held.asleep, held.boot = True, False, boot
             held.record = _bytes(record)
             held.layers = (record.layers.start_layer, record.layers.end_layer)
@@ -340,13 +343,14 @@ class Shadow:
             held.last[request.boot_id] = request.sequence
         self.settle()
 
-    def end_lease(self, lease_id: str) -> int:
+    def end_lease(self, lease_id: str, *, ran_out: bool) -> int:
         """Takes out what a lease keeps, and the lease."""
         removed = 0
         for engine in self.engines.values():
             for held in engine.live().values():
                 if held.lease == lease_id:
                     held.live = False
+                    engine.lapsed = engine.lapsed or ran_out
                     removed += 1
             if engine.core.live and engine.core.lease == lease_id:
                 engine.core.live = False
@@ -357,7 +361,7 @@ class Shadow:
 
     def expire(self) -> None:
         for lease_id in [n for n in self.leases if not self.alive(n)]:
-            self.end_lease(lease_id)
+            self.end_lease(lease_id, ran_out=True)
         for lease in self.leases.values():
             lease.saved_ttl_s = lease.ttl_s
 
@@ -428,6 +432,7 @@ class Shadow:
         engine = self.engines[name]
         removed = len(engine.live())
         engine.evicted = True
+        engine.lapsed = engine.lapsed or removed > 0
         engine.core = ShadowSlot()
         self.settle()
         return removed

@@ -84,6 +84,30 @@ def test_an_evicted_start_is_out_at_once_and_cannot_come_back() -> None:
     assert (note.fields["by"], note.fields["removed"]) == ("ops", 4)
 
 
+def test_an_evicted_engine_says_who_took_it_out_and_why_also_after_a_restart() -> None:
+    desk = Desk()
+    desk.ready()
+    evict(desk)
+    desk.restart(seed=3)
+
+    (told,) = desk.engine().problems
+    assert (told.reason, told.severity) == ("EVICTED", v1.SEVERITY_INFO)
+    assert dict(told.metadata) == {"requested_by": "ops", "why": "bad"}
+    assert "by ops: bad" in told.message
+    desk.fill(generation="g2")
+    assert desk.problems() == []
+
+
+def test_the_eviction_of_a_start_that_is_gone_is_nothing_readers_see() -> None:
+    desk = Desk()
+    lease = desk.register(record(0, 0)).lease.lease_id
+    desk.call("revoke_lease", v1.RevokeLeaseRequest(lease_id=lease))
+    before = v1.Engine.FromString(desk.engine().SerializeToString())
+    evict(desk)
+
+    assert desk.engine() == before
+
+
 def test_a_new_start_of_an_evicted_engine_is_welcome() -> None:
     desk = Desk()
     desk.ready()

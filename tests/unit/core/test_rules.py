@@ -315,7 +315,7 @@ class BookMachine(RuleBasedStateMachine):
         held, ended = lease_id in self.shadow.leases, lease_id in self.shadow.ended
         reply = self.ask("revoke_lease", request, set() if held or ended else {"LEASE_NOT_FOUND"})
         if reply is not None:
-            assert reply.removed == (self.shadow.end_lease(lease_id) if held else 0)
+            assert reply.removed == (self.shadow.end_lease(lease_id, ran_out=False) if held else 0)
 
     @precondition(lambda self: self.shadow.engines)
     @rule(name=engines, right=st.integers(0, 3))
@@ -564,6 +564,7 @@ class BookMachine(RuleBasedStateMachine):
                 assert head.state == book.state(name)
                 assert head.generation == engine.generation
                 assert head.seal.number == engine.seals
+                assert head.lapsed == engine.lapsed
                 assert head.HasField("core") == engine.core.live
                 assert [_slot(s) for s in head.asleep] == sorted(
                     s for s, w in engine.live().items() if w.asleep
