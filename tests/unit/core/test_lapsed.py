@@ -72,6 +72,17 @@ def test_it_is_set_at_the_revision_of_the_removal() -> None:
     assert (desk.engine().present, desk.engine().lapsed) == (1, True)
 
 
+def test_it_is_set_also_where_nothing_else_of_the_engine_changes() -> None:
+    """One of two workers of an engine that never was complete."""
+    desk = Desk()
+    for tp, boot_id in enumerate("ab"):
+        desk.register(record(0, tp, boot_id=boot_id))
+    run_out(desk, "b")
+
+    assert desk.state() == "FORMING"
+    assert desk.engine().lapsed
+
+
 def test_the_worker_that_comes_back_and_the_others_that_leave_do_not_clear_it() -> None:
     desk = Desk()
     two(desk)
