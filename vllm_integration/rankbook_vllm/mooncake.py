@@ -1,0 +1,168 @@
+"""Mooncake's workers in the book: where each listens, and who may ask them.
+
+Mooncake's consumer asks the producer's workers itself, each at its own address,
+and they write. vLLM gives it the addresses by an HTTP server in the producer's
+first worker, which knows whoever has registered so far; here they come out of a
+sealed topology, so all of them or none. Pure, and free of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rankbook.errors import BadRecord, BadRequest, Incompatible, Incomplete
+from rankbook.model import Handshake, Slot, State, Topology, WorkerRecord
+from rankbook_vllm.lookup import Answer
+from rankbook_vllm.requests import Requests
+from rankbook_vllm.seal import slot_name
+
+__all__ = ["FORMAT", "VERSION", "Listener", "MooncakeRequests", "addresses_of", "why_over"]
+
+FORMAT = "vllm.mooncake"
+"""Handshake format of a worker that sends KV over Mooncake."""
+VERSION = 1
+"""Of the payload: a JSON object with the fields of `Listener`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Where a producer's worker takes requests for KV."""
+
+    address: str
+    """As ZeroMQ takes it: "tcp://10.0.0.5:34567"."""
+    protocol: str
+    """How Mooncake moves bytes: "tcp", "rdma"; both sides need the same."""
+
+    def encode(self) -> Handshake:
+        """The handshake of a worker's record."""
+        return Handshake(FORMAT, VERSION, json.dumps(asdict(self), sort_keys=True).encode())
+
+    @classmethod
+    def decode(cls, record: WorkerRecord) -> Listener:
+        """What a worker's record says.
+
+        Fields that a later release added are left out.
+
+        Raises:
+            Incomplete: The worker withdrew its payload.
+            Incompatible: It is of another connector, or of a version that is not known here.
+            BadRecord: The payload is not what its format says.
+        """
+        handshake = record.handshake
+        who = f"{record.engine_id} {slot_name(record.slot)}"
+        if handshake is None or (handshake.format == FORMAT and not handshake.payload):
+            raise Incomplete(
+                f"{who} has no payload in the book: it sleeps, or still starts",
+                metadata={"engine_id": record.engine_id, "missing": slot_name(record.slot)},
+            )
+        spoken = (handshake.format, handshake.version)
+        if spoken != (FORMAT, VERSION):
+            raise Incompatible(
+                f"{who} publishes {spoken[0]} version {spoken[1]}, this engine needs {FORMAT} "
+                f"version {VERSION}: run MooncakeConnector and the same rankbook on both sides",
+                metadata={
+                    "producer": f"{spoken[0]} {spoken[1]}",
+                    "consumer": f"{FORMAT} {VERSION}",
+                },
+            )
+        try:
+            said = json.loads(handshake.payload)
+            address, protocol = said["address"], said["protocol"]
+        except (ValueError, LookupError, TypeError):
+            address = protocol = None
+        if not isinstance(address, str) or not isinstance(protocol, str) or not address:
+            raise BadRecord(
+                f"{who} publishes a {FORMAT} payload without address and protocol",
+                metadata={"field": "handshake.payload", "value": repr(handshake.payload[:100])},
+            )
+        return cls(address, protocol)
+
+
+def addresses_of(topology: Topology, protocol: str) -> dict[int, dict[int, str]]:
+    """Where every worker of a producer listens, by tp_rank and pp_rank.
+
+    Args:
+        topology: The producer, sealed.
+        protocol: How this engine's Mooncake moves bytes.
+
+    Raises:
+        Incomplete: A worker is missing or has no payload: never a part of them.
+        Incompatible: It is no Mooncake producer, uses another protocol, or has
+            context-parallel ranks, which Mooncake does not tell apart.
+        BadRecord: A payload cannot be read.
+    """
+    engine, layout = topology.engine, topology.engine.layout
+    if layout.pcp_size > 1 or layout.dcp_size > 1:
+        raise Incompatible(
+            f"{engine.engine_id} has pcp_size {layout.pcp_size} and dcp_size {layout.dcp_size}: "
+            "Mooncake tells workers apart by pp_rank and tp_rank only; start it without context "
+            "parallelism",
+            metadata={"producer": f"pcp {layout.pcp_size}, dcp {layout.dcp_size}"},
+        )
+    found: dict[int, dict[int, str]] = {}
+    for tp_rank in range(layout.tp_size):
+        for pp_rank in range(layout.pp_size):
+            record = topology.worker(pp_rank, tp_rank)
+            if record is None:
+                missing = slot_name(Slot(pp_rank, 0, tp_rank))
+                raise Incomplete(
+                    f"{engine.engine_id} has no worker {missing}",
+                    metadata={"engine_id": engine.engine_id, "missing": missing},
+                )
+            listener = Listener.decode(record)
+            if listener.protocol != protocol:
+                raise Incompatible(
+                    f"{engine.engine_id} {slot_name(record.slot)} moves KV over "
+                    f"{listener.protocol}, this engine over {protocol}: give both the same "
+                    "mooncake_protocol",
+                    metadata={"producer": listener.protocol, "consumer": protocol},
+                )
+            found.setdefault(tp_rank, {})[pp_rank] = listener.address
+    return found
+
+
+def why_over(generation: str, topology: Topology | None) -> str:
+    """Why nothing more comes from a start of a producer; empty while something may.
+
+    A producer whose leases ran out may be frozen or cut off and still write: its
+    transfers are left to vLLM's own deadline.
+    """
+    if topology is None:
+        return "it is forgotten"
+    engine = topology.engine
+    if engine.generation != generation:
+        return f"start {engine.generation} (epoch {engine.epoch}) took over"
+    if engine.state is State.GONE and not getattr(engine, "lapsed", False):
+        return "its workers have ended"
+    return ""
+
+
+class MooncakeRequests(Requests):
+    """`Requests` for Mooncake, which names a transfer instead of blocks."""
+
+    def _answer(self, params: MutableMapping[str, Any]) -> Answer:
+        transfer_id = params.get("transfer_id")
+        if not isinstance(transfer_id, str) or not transfer_id:
+            raise BadRequest(
+                f"kv_transfer_params transfer_id is {transfer_id!r}: it takes the text that the "
+                "producer was given or returned",
+                metadata={"field": "transfer_id", "value": str(transfer_id), "rule": "text"},
+            )
+        return super()._answer(params)
+
+    def _is_foreign(self, params: Mapping[str, Any]) -> bool:
+        engine_id = params.get("remote_engine_id")
+        return (
+            self._settings.side_channel
+            and isinstance(engine_id, str)
+            and self._book.get(engine_id) is None
+            and bool(params.get("remote_bootstrap_addr"))
+        )
+
+    def _fill(self, request_id: str, params: MutableMapping[str, Any], topology: Topology) -> None:
+        params["remote_generation"] = topology.engine.generation
+        # vLLM wants it to be there; whom the book knows is never asked for it.
+        params.setdefault("remote_bootstrap_addr", "")
