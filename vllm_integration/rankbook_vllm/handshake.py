@@ -26,7 +26,7 @@ from rankbook_vllm.lookup import Use, Wait
 from rankbook_vllm.peers import PeerBook
 from rankbook_vllm.requests import transfer_tp_size
 
-__all__ = ["Call", "Gate", "Pairing", "Pairs", "check_pair", "payloads_of"]
+__all__ = ["Call", "Gate", "Pairing", "Pairs", "check_pair", "check_peers", "payloads_of"]
 
 Key = tuple[int, int]
 """(pp_rank, transfer rank), as NIXL asks for a payload."""
@@ -102,6 +102,30 @@ def pairing_of(topology: Topology) -> Pairing:
     return Pairing(topology.engine.generation, digest.digest())
 
 
+def check_peers(producer: Topology, consumer: Topology) -> None:
+    """Whether the one may give KV to the other.
+
+    Raises:
+        Incompatible: A rule is broken; every one is named with both values.
+    """
+    verdict = compare_peers(peer_side(producer), peer_side(consumer))
+    if verdict.compatible:
+        return
+    told = "; ".join(f"{broken.reason}: {broken.message}" for broken in verdict.reasons)
+    factors = ", ".join(
+        f"{factor.name} {factor.producer!r} and {factor.consumer!r}" for factor in verdict.factors
+    )
+    raise Incompatible(
+        f"{producer.engine.engine_id} cannot give KV to {consumer.engine.engine_id}: {told}"
+        + (f" (they differ in {factors})" if factors else ""),
+        metadata={
+            "producer": producer.engine.engine_id,
+            "consumer": consumer.engine.engine_id,
+            "reasons": ", ".join(broken.reason for broken in verdict.reasons),
+        },
+    )
+
+
 def check_pair(own: Topology, peer: Topology, call: Call) -> None:
     """Whether these two may exchange KV as vLLM is about to.
 
@@ -111,23 +135,7 @@ def check_pair(own: Topology, peer: Topology, call: Call) -> None:
     """
     ours, theirs = own.engine.role, peer.engine.role
     we_consume = call.notif_only or ours is Role.CONSUMER or theirs is Role.PRODUCER
-    producer, consumer = (peer, own) if we_consume else (own, peer)
-    verdict = compare_peers(peer_side(producer), peer_side(consumer))
-    if not verdict.compatible:
-        told = "; ".join(f"{broken.reason}: {broken.message}" for broken in verdict.reasons)
-        factors = ", ".join(
-            f"{factor.name} {factor.producer!r} and {factor.consumer!r}"
-            for factor in verdict.factors
-        )
-        raise Incompatible(
-            f"{producer.engine.engine_id} cannot give KV to {consumer.engine.engine_id}: {told}"
-            + (f" (they differ in {factors})" if factors else ""),
-            metadata={
-                "producer": producer.engine.engine_id,
-                "consumer": consumer.engine.engine_id,
-                "reasons": ", ".join(broken.reason for broken in verdict.reasons),
-            },
-        )
+    check_peers(*((peer, own) if we_consume else (own, peer)))
     layout = peer.engine.layout
     sealed = {
         "tp_size": transfer_tp_size(peer),

@@ -38,6 +38,7 @@ __all__ = [
     "addresses_of",
     "base_name",
     "layer_index",
+    "layer_index_in",
     "layers_of",
     "role_of",
     "worker_record",
@@ -120,6 +121,17 @@ def layer_index(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
+def layer_index_in(name: str, num_layers: int) -> int | None:
+    """Global index of a KV cache's layer in a model of so many layers, draft layers after them.
+
+    None where there is no number in the name.
+    """
+    index = layer_index(name)
+    if index is not None and name.startswith(_DRAFT_PREFIX):
+        return index + num_layers  # a draft model of its own counts its layers from zero
+    return index
+
+
 def layers_of(
     names: Iterable[str], stage: tuple[int, int], num_layers: int, extra_kind: LayerKind
 ) -> Layers:
@@ -141,11 +153,9 @@ def layers_of(
     start, end = stage
     extra: dict[int, ExtraLayer] = {}
     for name in names:
-        index = layer_index(name)
+        index = layer_index_in(name, num_layers)
         if index is None:
             continue
-        if name.startswith(_DRAFT_PREFIX):
-            index += num_layers  # a draft model of its own counts its layers from zero
         if index >= num_layers:
             extra[index] = ExtraLayer(index, extra_kind)
         elif not start <= index < end:
