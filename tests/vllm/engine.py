@@ -174,6 +174,7 @@ class Engine:
         role: str = "kv_producer",
         engine_id: str = "",
         pp_size: int = 2,
+        port: int = 0,
         settings: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         launch: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server"),
@@ -190,13 +191,14 @@ class Engine:
             role: vLLM's kv_role.
             engine_id: vLLM's engine_id; empty lets vLLM make one.
             pp_size: Pipeline stages.
+            port: Where it takes requests; 0 takes a free one.
             settings: The connector's "rankbook" settings.
             extra: More of its extra config.
             launch: What Python runs.
             arguments: More arguments of vLLM's server.
             env: More environment.
         """
-        self.port = free_port()
+        self.port = port or free_port()
         self.side_port = free_port()
         self.engine_id = engine_id
         self.log = folder / f"{engine_id or 'engine'}-{self.port}.log"

@@ -127,7 +127,11 @@ def test_kv_is_handed_over_where_a_block_is_named(blocks, kept):
 def test_what_a_mooncake_producer_says_of_itself_goes_before_the_book():
     reply = {
         "choices": [{"finish_reason": "length"}],
-        "kv_transfer_params": {"remote_engine_id": "p0_dp1", "remote_generation": "g9"},
+        "kv_transfer_params": {
+            "transfer_id": "t",
+            "remote_engine_id": "p0_dp1",
+            "remote_generation": "g9",
+        },
     }
     assert handover(reply, target("p0", "MooncakeConnector"), "t", all_params=False) == {
         "do_remote_prefill": True,

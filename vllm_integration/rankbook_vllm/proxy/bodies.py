@@ -16,7 +16,11 @@ from rankbook_vllm.proxy.routing import Target
 
 __all__ = ["decode_body", "handover", "prefill_body", "read", "wants_transfer_id"]
 
-_MINIMAL = ("remote_engine_id", "remote_generation", "remote_block_ids", "remote_request_id")
+_MINIMAL = (
+    *("remote_engine_id", "remote_generation"),
+    *("remote_block_ids", "remote_request_id"),
+    "transfer_id",
+)
 _NOWHERE = {
     "remote_engine_id": None,
     "remote_block_ids": None,
@@ -97,23 +101,21 @@ def handover(
     returned = reply.get("kv_transfer_params")
     if not isinstance(returned, Mapping):
         returned = {}
-    asked = {"do_remote_prefill": True, "do_remote_decode": False}
-    if wants_transfer_id(producer):
-        if not _ended_by_length(reply):
-            return None
-        known = {"remote_engine_id": producer.engine_id, "remote_generation": producer.generation}
-        said = {name: returned[name] for name in known if returned.get(name)}
-        rest = returned if all_params else {}
-        return {**asked, "transfer_id": transfer_id, **known, **said, **rest}
-    if not _has_blocks(returned.get("remote_block_ids")):
+    if not returned and wants_transfer_id(producer) and _ended_by_length(reply):
+        returned = {
+            "transfer_id": transfer_id,
+            "remote_engine_id": producer.engine_id,
+            "remote_generation": producer.generation,
+        }
+    if not returned.get("transfer_id") and not _has_blocks(returned.get("remote_block_ids")):
         return None
-    if all_params:
-        return dict(returned)
-    return {**asked, **{name: returned[name] for name in _MINIMAL if name in returned}}
+    if not all_params:
+        returned = {name: returned[name] for name in _MINIMAL if name in returned}
+    return {"do_remote_prefill": True, "do_remote_decode": False, **returned}
 
 
 def _ended_by_length(reply: Mapping[str, Any]) -> bool:
-    """Whether Mooncake's producer kept the blocks: it does so after no other end."""
+    """Whether Mooncake's producer kept the blocks, where it does not say so itself."""
     choices = reply.get("choices")
     return isinstance(choices, list) and all(
         isinstance(one, Mapping) and one.get("finish_reason") == "length" for one in choices
