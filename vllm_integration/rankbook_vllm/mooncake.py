@@ -127,15 +127,19 @@ def addresses_of(topology: Topology, protocol: str) -> dict[int, dict[int, str]]
 def why_over(generation: str, topology: Topology | None) -> str:
     """Why nothing more comes from a start of a producer; empty while something may.
 
-    A producer whose leases ran out may be frozen or cut off and still write: its
-    transfers are left to vLLM's own deadline.
+    A producer that lapsed may be frozen or cut off and still write: its transfers
+    are left to vLLM's own deadline.
+
+    Args:
+        generation: The start.
+        topology: The producer as the book has it now; None where it has none.
     """
     if topology is None:
         return "it is forgotten"
     engine = topology.engine
     if engine.generation != generation:
         return f"start {engine.generation} (epoch {engine.epoch}) took over"
-    if engine.state is State.GONE and not getattr(engine, "lapsed", False):
+    if engine.state is State.GONE and not engine.lapsed:
         return "its workers have ended"
     return ""
 
