@@ -114,6 +114,15 @@ def test_the_server_without_its_extra_says_what_to_install(
     assert "Traceback" not in done.stderr
 
 
+def test_the_proxy_without_its_extra_says_what_to_install(
+    base: Path, environment: dict[str, str]
+) -> None:
+    command = [str(base / "python"), "-m", "rankbook_vllm.proxy", "--help"]
+    done = _run(command, environment, code=1)
+    assert "pip install 'rankbook[vllm]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_with_its_extra_the_server_serves(
     base: Path, wheel: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:

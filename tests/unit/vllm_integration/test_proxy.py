@@ -1,13 +1,19 @@
 """Whom the proxy for trying things out asks, and what it hands over: decided without I/O."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
 from rankbook.model import Address, CoreRecord, Engine, Layout, Process, Role, State, Topology
+from rankbook_vllm.config import load
 from rankbook_vllm.proxy.bodies import handover
+from rankbook_vllm.proxy.command import DEFAULT_LISTEN, cli
 from rankbook_vllm.proxy.routing import Rota, Side, Target, serving_url, standing
 from rankbook_vllm.sealing import serving_addresses
+
+PAGE = (Path(__file__).parents[3] / "vllm_integration/README.md").read_text()
 
 
 def engine(name="p0", *, serving="10.0.0.5:8000", state=State.READY, role=Role.PRODUCER, group="a"):
@@ -140,3 +146,15 @@ def test_what_a_mooncake_producer_says_of_itself_goes_before_the_book():
         "remote_engine_id": "p0_dp1",
         "remote_generation": "g9",
     }
+
+
+def test_what_the_readme_shows_of_it_is_what_it_takes():
+    (section,) = re.findall(r"^## Trying it out\n(.*?)^## ", PAGE, re.S | re.M)
+    assert "NOT for production" in section
+    flags = set(re.findall(r"--[a-z-]+", section)) - {"--port"}
+    assert {"--server", "--prefill-group", "--decode-group", "--timeout", "--all-params"} == flags
+    assert flags <= {name for option in cli.params for name in option.opts}
+    assert set(re.findall(r"http://([\d.:]+)/", section)) == {DEFAULT_LISTEN}
+    (setting,) = re.findall(r"(RANKBOOK_\w+)=(\S+)", section)
+    assert load({}, dict([setting])).serving_address == setting[1]
+    assert "NOT for production" in cli.help
