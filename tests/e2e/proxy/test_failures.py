@@ -6,7 +6,6 @@ import contextlib
 import json
 import queue
 import socket
-import threading
 
 import httpx
 import pytest
@@ -150,22 +149,26 @@ def test_a_client_that_leaves_ends_what_its_engine_does(fleet, start_proxy, whic
     assert engines["d0"].count == 0  # not even asked after a prefill that nobody waits for
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it(fleet, start_proxy):
+def test_who_leaves_in_the_middle_of_a_stream_ends_it_client_or_proxy(fleet, start_proxy):
     _, consumer = fleet.pair()
     proxy = start_proxy()
-    hung_up = threading.Event()
+    hung_up: queue.Queue[bool] = queue.Queue()
 
     def endless(handler, _):
         handler.begin_stream()
         handler.event("1")
-        if handler.wait_closed():
-            hung_up.set()
+        hung_up.put(handler.wait_closed())
 
     consumer.answer = endless
     body = {"prompt": "x", "stream": True}
     with proxy.http.stream("POST", "/v1/completions", json=body) as reply:
         assert next(reply.iter_lines()) == "data: 1"
-    assert hung_up.wait(10)
+    assert hung_up.get(timeout=10) is True
+    with proxy.http.stream("POST", "/v1/completions", json=body) as reply:
+        assert next(reply.iter_lines()) == "data: 1"
+        assert proxy.stop() == 0
+        assert hung_up.get(timeout=10) is True
+    assert "Traceback" not in proxy.log, proxy.log
 
 
 def test_a_body_over_the_bound_is_refused_by_its_announced_length(fleet, start_proxy):

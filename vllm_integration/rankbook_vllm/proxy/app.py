@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -292,7 +292,7 @@ class _Endpoint:
             await _send(send, reply, {**_echo(headers), **close})
 
 
-async def _unless_gone(receive: Receive, work: Any) -> None:
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Does the work; cancels it when the client leaves before it is done.
 
     Raises:

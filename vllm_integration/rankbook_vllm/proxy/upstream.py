@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -22,7 +22,7 @@ class Unreachable(Refusal):
 
 
 @contextlib.contextmanager
-def named(target: Target, timeout_s: float) -> Any:
+def named(target: Target, timeout_s: float) -> Iterator[None]:
     """Turns httpx's errors into answers that name the engine.
 
     Raises:
