@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import rankbook
 from rankbook.errors import DeadlineExceeded, RankbookError, Refused
 from rankbook.model import Topology, WatchEvent
+from rankbook_vllm.clocks import ClockOffset, PeerClocks
 from rankbook_vllm.config import Settings
 from rankbook_vllm.lookup import Answer, Refuse, Use, Wait, judge
 
@@ -63,6 +64,7 @@ class PeerBook:
             namespace=settings.namespace,
             token=settings.token or None,
         )
+        self._clocks = PeerClocks(self._client, time.perf_counter)
         self._view = rankbook.TopologyView(self._client, without_payload=without_payload)
         self._cond = threading.Condition()
         self._waiters: list[_Waiter] = []
@@ -108,6 +110,13 @@ class PeerBook:
     def age_s(self) -> float:
         """Seconds since the registry last said anything; infinite before its first word."""
         return self._view.age_s
+
+    def clock_of(self, topology: Topology) -> ClockOffset | None:
+        """How far the performance counter of the peer's engine core is from this
+        process's; None where one of the two was not measured yet. No waiting.
+        """
+        core = topology.engine.core
+        return self._clocks.offset_to(core.clock) if core is not None else None
 
     def judge(self, engine_id: str, generation: str = "") -> Answer:
         """Whether the engine may be used now, may be waited for, or neither. No waiting.
@@ -193,6 +202,7 @@ class PeerBook:
             self._changed.update(topology.engine.engine_id for topology in self._view.engines())
             self._cond.notify_all()
         if connected:
+            self._clocks.refresh()
             self._log.info("rankbook: %d engines are known", len(self._view.engines()))
         else:
             self._log.warning(

@@ -8,7 +8,6 @@ engine core waits only where `required`.
 
 from __future__ import annotations
 
-import datetime as dt
 import logging
 import os
 import socket
@@ -17,16 +16,18 @@ from collections.abc import Callable, Sequence
 
 import rankbook
 from rankbook.errors import DeadlineExceeded, RankbookError, SealMismatch
-from rankbook.model import Address, ClockPair, CoreRecord, Process, Requirement, SealedSlot
+from rankbook.model import Address, CoreRecord, Process, Requirement, SealedSlot
+from rankbook_vllm.clocks import clock_pair
 from rankbook_vllm.config import Settings, bare_host
 from rankbook_vllm.publish import ChangeLog
 from rankbook_vllm.seal import Whole, differences, sealed_slots, slots_of
 
-__all__ = ["Sealer", "clock_pair", "serving_addresses"]
+__all__ = ["Sealer", "serving_addresses"]
 
 _CALL_S = 2.0
 _RETRY_S = 1.0
-_CLOCK_READINGS = 3
+_CLOCK_REFRESH_S = 3600.0
+"""The core's clock is published anew after this: 0.36 s of drift at most."""
 
 
 def serving_addresses(setting: str) -> tuple[Address, ...]:
@@ -37,23 +38,6 @@ def serving_addresses(setting: str) -> tuple[Address, ...]:
     if not host or not port.isdecimal():
         return (Address("http", bare_host(setting), 0, "serving"),)
     return (Address("http", bare_host(host), int(port), "serving"),)
-
-
-def clock_pair(client: rankbook.Client, clock: Callable[[], float]) -> ClockPair | None:
-    """One moment on this process's clock and the registry's, by the quickest of three answers.
-
-    Raises:
-        RankbookError: The registry did not answer.
-    """
-    best: ClockPair | None = None
-    for _ in range(_CLOCK_READINGS):
-        before = clock()
-        told: dt.datetime | None = client.status(timeout_s=_CALL_S).server_time
-        after = clock()
-        error_s = (after - before) / 2
-        if told is not None and (best is None or error_s < best.error_s):
-            best = ClockPair(before + error_s, told, error_s)
-    return best
 
 
 class Sealer:
@@ -93,6 +77,8 @@ class Sealer:
         self._say = ChangeLog(log, f"{engine_id} engine core")
         self._registration: rankbook.Registration | None = None
         self._stop = threading.Event()
+        self._over = threading.Event()
+        """Set when the seal under way is not wanted any more."""
         self._asked = threading.Event()
         self._whole: Whole | None = None
         self._core: CoreRecord | None = None
@@ -134,7 +120,9 @@ class Sealer:
                 on_change=self._changed,
             )
             self._registration.start()
-        self._in_background(self._ask, self._registration, whole)
+        self._over.set()
+        self._over = threading.Event()
+        self._in_background(self._ask, self._registration, whole, self._over)
         if self._settings.required:
             self._wait(self._registration)
 
@@ -155,6 +143,7 @@ class Sealer:
     def stop(self) -> None:
         """Takes the core's record out at once, and with it the seal. May be called again."""
         self._stop.set()
+        self._over.set()
         registration, self._registration = self._registration, None
         if registration is not None:
             registration.stop()
@@ -170,19 +159,22 @@ class Sealer:
             timeout_s=_CALL_S,
         )
 
-    def _ask(self, registration: rankbook.Registration, whole: Whole) -> None:
+    def _ask(
+        self, registration: rankbook.Registration, whole: Whole, over: threading.Event
+    ) -> None:
         """Waits for the registry's clock, then seals. The registration does the rest."""
-        while self._whole is whole and not self._stop.is_set():
+        wait_s = 0.0
+        while not over.wait(wait_s):
             try:
                 with self._client() as client:
                     clock = clock_pair(client, self._clock)
             except RankbookError as error:
-                if self._error is None:
+                wait_s = _RETRY_S
+                if self._error is None and self._core is None:
                     self._log.warning("rankbook: %s is not sealed yet: %s", self._engine_id, error)
                 self._error = error
-                self._stop.wait(_RETRY_S)
                 continue
-            if self._whole is not whole:
+            if over.is_set():
                 return  # a newer call took over meanwhile
             self._core = CoreRecord(
                 process=Process(self._boot_id, socket.gethostname(), os.getpid()),
@@ -192,7 +184,8 @@ class Sealer:
             )
             self._seal(registration, whole, slots_of(whole))
             self._asked.set()
-            return
+            # Clocks drift apart, and peers extrapolate ours for as long as we run.
+            wait_s = _CLOCK_REFRESH_S
 
     def _seal(
         self, registration: rankbook.Registration, whole: Whole, slots: Sequence[SealedSlot]

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from rankbook.errors import RankbookError
+from rankbook.errors import RankbookError, Unavailable
 from rankbook.model import Role, State, Topology
 from rankbook_vllm._vllm.base import logger
 from rankbook_vllm.config import Settings
@@ -112,9 +112,9 @@ _local = threading.local()
 class _BookSocket:
     """What a handshake asks instead of a peer's listener."""
 
-    def __init__(self, payloads: Mapping[tuple[int, int], bytes], clock: float | None) -> None:
+    def __init__(self, payloads: Mapping[tuple[int, int], bytes], offset_s: float) -> None:
         self._payloads = payloads
-        self._clock = clock
+        self._offset_s = offset_s
         self._asked: tuple[int, int] = (0, 0)
 
     def setsockopt(self, *_: Any) -> None:
@@ -127,8 +127,8 @@ class _BookSocket:
 
     def recv_multipart(self) -> list[bytes]:
         """The payload, and the peer's clock now."""
-        clock = self._clock if self._clock is not None else time.perf_counter()
-        return [self._payloads[self._asked], msgspec.msgpack.encode(clock)]
+        clock_s = time.perf_counter() + self._offset_s
+        return [self._payloads[self._asked], msgspec.msgpack.encode(clock_s)]
 
 
 def _answer_from_book() -> None:
@@ -513,9 +513,16 @@ def _shake(worker: Any, topology: Topology, make: Callable[[], Any]) -> Any:
         agents.append(add(*args, **kwargs))
         return agents[-1]
 
+    clock = worker.rankbook.book.clock_of(topology)
+    if clock is None and getattr(worker, "_bidirectional_kv_xfer_enabled", False):
+        raise Unavailable(
+            f"the clock of {topology.engine.engine_id} is not known yet, and bidirectional KV "
+            "needs it to tell blocks that are still there; tried again with the next request",
+            metadata={"engine_id": topology.engine.engine_id},
+        )
     # Only this thread, vLLM's single handshake thread, adds agents.
     worker.nixl_wrapper.add_remote_agent = adding
-    _local.socket = _BookSocket(payloads, None)
+    _local.socket = _BookSocket(payloads, clock.offset_s if clock is not None else 0.0)
     try:
         return make()
     except BaseException:
