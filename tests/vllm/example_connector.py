@@ -87,7 +87,6 @@ class BookConnector(KVConnectorBase_V1):
         self.next = Step()
 
     def shutdown(self) -> None:
-        self.peers.close()
         if hasattr(self, "shelf"):
             self.shelf.close()
             self.threads.shutdown(wait=False, cancel_futures=True)

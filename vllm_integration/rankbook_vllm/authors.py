@@ -2,9 +2,12 @@
 
     @signs_in
     class MyConnector(KVConnectorBase_V1):
+        def __init__(self, vllm_config, role, kv_cache_config):
+            super().__init__(vllm_config, role, kv_cache_config)
+            self.peers = Peers(self)
+
         def register_kv_caches(self, kv_caches):
             self.caches, self.door = kv_caches, serve(kv_caches)
-            self.peers = Peers(self)
 
         def get_handshake_metadata(self):
             return self.door  # a dataclass: published for this worker
@@ -42,8 +45,20 @@ _Starts = tuple[str, str, str, str]
 """Two engines and the start of each."""
 
 
-class _TakenFromTheBook:
-    """Goes before a connector whose scheduler takes no handshake metadata itself.
+class _SignsIn:
+    """Goes before a connector from outside, after what every connector gets."""
+
+    _rankbook_peers: tuple[Peers, ...] = ()
+
+    def shutdown(self) -> None:
+        """Ends what `Peers` began, then does what the connector does."""
+        for peers in self._rankbook_peers:
+            peers.close()
+        super().shutdown()  # type: ignore[misc]
+
+
+class _TakenFromTheBook(_SignsIn):
+    """For a connector whose scheduler takes no handshake metadata itself.
 
     vLLM's guard against metadata of later stages is for those who would lose it.
     """
@@ -64,8 +79,8 @@ def signs_in(connector: C) -> C:
     `rankbook_vllm.config`. The class keeps its name and module, so
     `kv_connector` and `kv_connector_module_path` name it as before.
     """
-    between = () if _vllm.takes_metadata(connector) else (_TakenFromTheBook,)
-    return cast(C, connectors.subclass(connector, *between, module=connector.__module__))
+    between = _SignsIn if _vllm.takes_metadata(connector) else _TakenFromTheBook
+    return cast(C, connectors.subclass(connector, between, module=connector.__module__))
 
 
 class Peers:
@@ -87,24 +102,26 @@ class Peers:
             TypeError: The connector's class does not sign in.
             BadRequest: A rankbook setting is unknown or wrong.
         """
-        if not isinstance(connector, connectors.RankbookMixin):
+        if not issubclass(type(connector), _SignsIn):
             raise TypeError(f"{type(connector).__name__} does not sign in: decorate it @signs_in")
-        transfer = connector._vllm_config.kv_transfer_config
+        self._connector: Any = connector
+        transfer = self._connector._rankbook_args[0].kv_transfer_config
         settings = config.load(transfer.kv_connector_extra_config.get("rankbook"), os.environ)
-        self._connector = connector
         self._mode = mode
         self._timeout_s = settings.peer_timeout_s
         self._plans: dict[_Starts, Plan] = {}
         self.engine_id: str = transfer.engine_id
         """This engine."""
         self.book = PeerBook(
-            settings, _vllm.logger, without_payload=not _vllm.is_worker(connector.role)
+            settings, _vllm.logger, without_payload=not _vllm.is_worker(self._connector.role)
         )
         """The copy itself, for looking without waiting and for callbacks."""
         self.book.start()
+        connector._rankbook_peers += (self,)
 
     def close(self) -> None:
-        """Ends the copy's upkeep within two seconds. May be called again."""
+        """Ends the copy's upkeep within two seconds; the connector's `shutdown` calls
+        it too. May be called again."""
         self.book.close()
 
     @property
@@ -114,7 +131,8 @@ class Peers:
         Empty before the workers agreed on it, which is after the constructor of
         the connector; in the engine core, before it was given their metadata.
         """
-        return self._connector.rankbook_generation
+        token: str = self._connector.rankbook_generation
+        return token
 
     def own(self) -> Topology:
         """This engine, sealed; waits for its seal at most `peer_timeout_s`.
