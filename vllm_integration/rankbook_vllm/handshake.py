@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rankbook.errors import Incompatible, Incomplete, RankbookError, Reason, TransferError
@@ -154,6 +155,16 @@ def check_pair(own: Topology, peer: Topology, call: Call) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """Why a pairing is over."""
+
+    why: str
+    since_s: float
+    dead: bool = False
+    """Whether every worker of that start has ended for sure."""
+
+
 class Pairs:
     """Whom this worker has shaken hands with, and which of these are over.
 
@@ -161,13 +172,30 @@ class Pairs:
     to its main thread, which asks `over` at each step.
     """
 
-    def __init__(self, book: PeerBook, log: logging.Logger) -> None:
-        """Follows the book from now on."""
+    def __init__(
+        self,
+        book: PeerBook,
+        log: logging.Logger,
+        *,
+        lease_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Follows the book from now on.
+
+        Args:
+            book: The local copy of the book.
+            log: Where to say what happens.
+            lease_s: How long a producer keeps blocks that nobody came for: vLLM's
+                `kv_lease_duration`.
+            clock: Seconds that never go back.
+        """
         self._book = book
         self._log = log
+        self._lease_s = lease_s
+        self._clock = clock
         self._lock = threading.Lock()
         self._made: dict[str, Pairing] = {}
-        self._over: dict[str, str] = {}
+        self._over: dict[str, _Over] = {}
         self._bound: dict[str, str] = {}
         self.counts: Counter[str] = Counter()
         """What happened how often: shaken, refused, dropped, late."""
@@ -181,7 +209,8 @@ class Pairs:
             self._bound[engine_id] = generation
             made = self._made.get(engine_id)
             if made is not None and made.generation != generation:
-                self._over[engine_id] = f"it is of start {made.generation}, needed is {generation}"
+                why = f"it is of start {made.generation}, needed is {generation}"
+                self._over.setdefault(engine_id, _Over(why, self._clock()))
 
     def bound(self, engine_id: str) -> str:
         """The start that the engine is used of; empty where any will do."""
@@ -198,10 +227,19 @@ class Pairs:
         # The book may have moved on while it was made.
         self._changed(engine_id, self._book.get(engine_id))
 
-    def over(self) -> Mapping[str, str]:
-        """Engines whose pairing is over, and why."""
+    def over(self) -> Mapping[str, float]:
+        """Engines whose pairing is over, and when nothing more comes of it, by the clock.
+
+        That is at once where all workers of that start have ended for sure. One
+        whose lease ran out, or whose place was taken, may be frozen or cut off and
+        still write into this worker's memory: it is given as long as it keeps
+        blocks itself.
+        """
         with self._lock:
-            return dict(self._over)
+            return {
+                engine_id: over.since_s + (0.0 if over.dead else self._lease_s)
+                for engine_id, over in self._over.items()
+            }
 
     def is_over(self, engine_id: str) -> bool:
         """Whether the engine's pairing is over and still held."""
@@ -211,26 +249,10 @@ class Pairs:
     def dropped(self, engine_id: str) -> None:
         """What was held of the engine is gone; the next use shakes hands anew."""
         with self._lock:
-            why = self._over.pop(engine_id, "")
+            over = self._over.pop(engine_id, None)
             self._made.pop(engine_id, None)
             self.counts["dropped"] += 1
-        self._log.info("rankbook: let go of %s: %s", engine_id, why)
-
-    def dead(self) -> frozenset[str]:
-        """Engines whose workers have all ended for sure: nothing more comes from them.
-
-        A worker whose lease ran out may be frozen or cut off, and still write.
-        """
-        with self._lock:
-            known = tuple(self._over)
-        found = ((name, self._book.get(name)) for name in known)
-        return frozenset(
-            name
-            for name, topology in found
-            if topology is not None
-            and topology.engine.state is State.GONE
-            and not getattr(topology.engine, "lapsed", False)
-        )
+        self._log.info("rankbook: let go of %s: %s", engine_id, over.why if over else "asked to")
 
     def _changed(self, engine_id: str, topology: Topology | None) -> None:
         with self._lock:
@@ -241,7 +263,8 @@ class Pairs:
             if not why and self._bound.get(engine_id, made.generation) != made.generation:
                 return  # the copy of the book is behind what a request said
             if why:
-                self._over.setdefault(engine_id, why)
+                over = self._over.get(engine_id) or _Over(why, self._clock())
+                self._over[engine_id] = replace(over, dead=over.dead or _is_dead(made, topology))
             else:
                 self._over.pop(engine_id, None)
 
@@ -259,6 +282,15 @@ def _why_over(made: Pairing, topology: Topology | None) -> str:
     if engine.state is State.READY and pairing_of(topology) != made:
         return "it published other metadata"
     return ""
+
+
+def _is_dead(made: Pairing, topology: Topology | None) -> bool:
+    return (
+        topology is not None
+        and topology.engine.state is State.GONE
+        and topology.engine.generation == made.generation
+        and not topology.engine.lapsed
+    )
 
 
 class Gate(Executor):

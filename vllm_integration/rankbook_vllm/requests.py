@@ -145,10 +145,6 @@ class Requests:
         """Why the request failed; None where it did not."""
         return self._failed.get(request_id)
 
-    def generations(self) -> dict[str, str]:
-        """The start that each engine is used of, over all requests under way."""
-        return {engine: generation for engine, generation in self._gone_on.values() if generation}
-
     def generation(self, request_id: str) -> str:
         """The producer's start that the request is bound to; empty where unknown."""
         return self._gone_on.get(request_id, ("", ""))[1]

@@ -209,9 +209,12 @@ class BookScheduler:
         half = self.rankbook
         meta = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
         failed, half.failed = half.failed, {}
-        meta.rankbook = Orders(half.requests.generations(), failed)
-        for request_id, registration in getattr(meta, "push_registrations", {}).items():
-            registration["remote_generation"] = half.requests.generation(request_id)
+        generations = {
+            receive.remote.engine_id: half.requests.generation(request_id)
+            for request_id, receive in meta.reqs_to_recv.items()
+        }
+        meta.rankbook = Orders(generations, failed)
+        for registration in getattr(meta, "push_registrations", {}).values():
             registration["decode_generation"] = half.generation
         return meta
 
@@ -273,6 +276,8 @@ class WorkerHalf:
         self.held: dict[str, _Held] = {}
         self.parked: list[tuple[str, Any, dict[str, Any]]] = []
         """Pushes that wait for an old pairing of their consumer to be let go."""
+        self.orphans: dict[str, tuple[str, float]] = {}
+        """Requests that wait for a start that is over: its engine, and until when."""
         self.pushes: dict[str, str] = {}
         """The consumer that each push under way goes to."""
         self.warmed: set[tuple[str, str]] = set()
@@ -399,9 +404,10 @@ def _let_go(worker: Any) -> None:
     """Drops pairings that are over and unused. Main thread."""
     half: WorkerHalf = worker.rankbook
     over = half.pairs.over()
+    if half.orphans:
+        _give_up(worker)
     if over:
-        for engine_id in half.pairs.dead():
-            _fail_waiting(worker, engine_id)
+        _orphan(worker, over)
         if half.touching.acquire(blocking=False):
             try:
                 for engine_id in over:
@@ -430,17 +436,28 @@ def _let_go(worker: Any) -> None:
             worker._push_writer_wake.set()
 
 
-def _fail_waiting(worker: Any, engine_id: str) -> None:
-    """Fails the requests that wait for a push of an engine that ended for sure."""
+def _orphan(worker: Any, over: Mapping[str, float]) -> None:
+    """Takes note of the requests that wait for a push of a start that is over."""
     if not hasattr(worker, "_push_writer_wake"):
         return  # a read fails by itself
-    for request_id, meta in tuple(worker._recving_metadata.items()):
-        if (
-            meta.remote is not None
-            and meta.remote.engine_id == engine_id
-            and request_id not in worker._recving_transfers
-            and request_id not in worker._recv_failures
-        ):
+    half: WorkerHalf = worker.rankbook
+    for request_id, meta in worker._recving_metadata.items():
+        engine_id = meta.remote.engine_id if meta.remote is not None else ""
+        if engine_id in over and request_id not in worker._recving_transfers:
+            known = half.orphans.get(request_id, (engine_id, over[engine_id]))
+            half.orphans[request_id] = (engine_id, min(known[1], over[engine_id]))
+    _give_up(worker)
+
+
+def _give_up(worker: Any) -> None:
+    """Fails the orphans for whom nothing can come any more."""
+    half: WorkerHalf = worker.rankbook
+    now = time.monotonic()
+    for request_id, (engine_id, at_s) in tuple(half.orphans.items()):
+        if request_id not in worker._recving_metadata:
+            del half.orphans[request_id]
+        elif now >= at_s and request_id not in worker._recving_transfers:
+            del half.orphans[request_id]
             logger.error(
                 "rankbook: request %s fails: %s ended before it sent its KV", request_id, engine_id
             )
@@ -573,7 +590,9 @@ def extend_scheduler(scheduler: Any, settings: Settings, book: PeerBook) -> Sche
 def extend_worker(worker: Any, settings: Settings, book: PeerBook) -> WorkerHalf:
     """Puts the book before a NIXL worker that was made and not yet used."""
     _answer_from_book()
-    pairs = Pairs(book, logger)
+    # The producer's own, of which this side's is the best guess.
+    lease_s = float(worker.kv_transfer_config.get_from_extra_config("kv_lease_duration", 30))
+    pairs = Pairs(book, logger, lease_s=lease_s)
     half = worker.rankbook = WorkerHalf(book, pairs, settings)
     worker._handshake_initiation_executor = Gate(
         worker._handshake_initiation_executor,
