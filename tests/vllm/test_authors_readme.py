@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "vllm_integration" / "README.md"
@@ -26,7 +26,7 @@ def told(model, registry, tmp_path_factory):
         env=dict(os.environ, PYTHONPATH=str(folder), HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1"),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

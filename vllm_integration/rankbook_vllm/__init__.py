@@ -1,4 +1,5 @@
 """rankbook in vLLM: connectors that sign in, by configuration alone.
 
-See `rankbook_vllm.connectors` for how, `rankbook_vllm.config` for the settings.
+See `rankbook_vllm.connectors` for how, `rankbook_vllm.config` for the settings,
+and `rankbook_vllm.authors` for a connector from outside vLLM.
 """
