@@ -77,8 +77,17 @@ def signs_in(connector: C) -> C:
 
     Settings are in `kv_connector_extra_config["rankbook"]`, see
     `rankbook_vllm.config`. The class keeps its name and module, so
-    `kv_connector` and `kv_connector_module_path` name it as before.
+    `kv_connector` and `kv_connector_module_path` name it as before. Decorate the
+    class that vLLM loads, and none that it derives from.
+
+    Raises:
+        TypeError: A base of the class signs in already.
     """
+    if issubclass(connector, connectors.RankbookMixin):
+        raise TypeError(
+            f"a base of {connector.__name__} signs in already: decorate only the class that vLLM "
+            "loads"
+        )
     between = _SignsIn if _vllm.takes_metadata(connector) else _TakenFromTheBook
     return cast(C, connectors.subclass(connector, between, module=connector.__module__))
 
