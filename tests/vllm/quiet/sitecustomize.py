@@ -4,6 +4,10 @@ vLLM's message queues poll with `sched_yield`, and NIXL's progress thread polls
 without a pause: a handful of processes then starve everything else on a small
 machine. Both are replaced by something that sleeps. Neither has an option.
 
+Without its progress thread NIXL does not lock what it has in UCX, while vLLM
+calls it from several threads: writes of requests at once then never complete.
+So an agent lets one caller in at a time.
+
 vLLM's Mooncake connector asks torch for the number of its accelerator, hands it
 to vLLM's platform, which has no use for it on CPU, and uses it nowhere else;
 without an accelerator torch raises. It gets 0 instead. Nothing else of Mooncake
@@ -26,6 +30,7 @@ def _quiet_nixl(module):
     def without_thread(self, *args, **options):
         made(self, *args, **{**options, "num_threads": 0})
         self.enable_pthread = False
+        self.sync_mode = module.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
 
     module.nixl_agent_config.__init__ = without_thread
 
