@@ -22,8 +22,8 @@ from tests.vllm.tiny_model import HEAD_SIZE, KV_HEADS, LAYERS
 Side = Literal["producer", "consumer"]
 Params = dict[str, Any]
 
-SIDE_CHANNEL = "on"
-"""What every pair of these tests is started with, where it does not say otherwise."""
+SIDE_CHANNEL = True
+"""Setting "side_channel" of every pair that does not say otherwise."""
 BLOCK_BYTES = 2 * KV_HEADS * HEAD_SIZE * BLOCK_TOKENS * 4
 """One block of one layer: K and V of float32."""
 
@@ -116,11 +116,9 @@ class Pair:
         """
         self.name = name or uuid.uuid4().hex[:8]
         both = {"endpoints": registry, "ttl_s": 60, "side_channel": SIDE_CHANNEL}
-        if SIDE_CHANNEL == "on":
-            del both["side_channel"]  # the default; shims without the setting have it too
-        both |= settings or {}
-        self.settings: dict[str, Any] = both
-        """"rankbook" settings of both."""
+        both.update(settings or {})
+        self.settings = both
+        """What both have set."""
         self._start_engine = start_engine
         self._engines: dict[Side, Engine] = {}
         self._options: dict[Side, dict[str, Any]] = {

@@ -19,18 +19,22 @@ class StarvationWatch:
 
     def __init__(self) -> None:
         """Starts watching."""
+        self._lock = threading.Lock()
         self._late: list[tuple[float, float]] = []  # when it woke (time.time()), seconds too late
+        self._lay_down = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="starvation", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        began = time.monotonic()
         while not self._ended.wait(_NAP_S):
-            woke = time.monotonic()
-            if (late := woke - began - _NAP_S) > _LATE_S:
-                self._late.append((time.time(), late))
-            began = time.monotonic()
+            with self._lock:
+                self._late.extend(self._oversleeping())
+                self._lay_down = time.monotonic()
+
+    def _oversleeping(self) -> list[tuple[float, float]]:
+        late = time.monotonic() - self._lay_down - _NAP_S
+        return [(time.time(), late)] if late > _LATE_S else []
 
     def starved(self, begin: float, end: float) -> tuple[float, float]:
         """Seconds without CPU, in all and at the longest.
@@ -40,9 +44,11 @@ class StarvationWatch:
             end: A later one. Of a starvation that goes on over either, the part
                 between them counts.
         """
+        with self._lock:
+            known = [*self._late, *self._oversleeping()]
         parts = [
             min(woke, end) - max(woke - late, begin)
-            for woke, late in list(self._late)
+            for woke, late in known
             if woke > begin and woke - late < end
         ]
         return sum(parts), max(parts, default=0.0)
