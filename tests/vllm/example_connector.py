@@ -42,6 +42,8 @@ logger = init_logger("vllm.book_connector")
 
 WAIT_S = 30.0
 """How long a peer is waited for, and how long blocks are kept for one."""
+NEEDED = ("remote_engine_id", "remote_generation", "remote_request_id", "remote_block_ids")
+"""What a request must say of its producer; without, it is computed here."""
 DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -64,9 +66,8 @@ class Load:
     theirs: list[int]
     """The producer's blocks."""
     ours: list[int]
-    """Where they go, one by one; empty if only the notices are to be sent."""
-    parked: bool = True
-    """Whether the scheduler waits for it."""
+    """Where they go, one by one; none if only the notices are to be sent, for which
+    the scheduler does not wait."""
 
 
 @dataclass
@@ -79,7 +80,11 @@ class Step(KVConnectorMetadata):
 
 @signs_in
 class BookConnector(KVConnectorBase_V1):
-    """Any PP x TP to any PP x TP that has a plan. Block sizes must be equal."""
+    """Any PP x TP to any PP x TP that has a plan.
+
+    For models with KV heads, caches of shape (blocks, heads, ...), and equal
+    block sizes.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -94,17 +99,13 @@ class BookConnector(KVConnectorBase_V1):
     # ------------------------------------------------------------ engine core
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
-        params = request.kv_transfer_params or {}
         missing = request.num_prompt_tokens - computed
-        wanted = bool(params.get("do_remote_prefill")) and missing > 0
-        return (missing, True) if wanted else (0, False)
+        return (missing, True) if _is_elsewhere(request) and missing > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
-        params = request.kv_transfer_params or {}
-        if params.get("do_remote_prefill"):
-            params["do_remote_prefill"] = False  # once
+        if _is_elsewhere(request):
             ours = blocks.get_unhashed_block_ids() if external else []
-            self.next.load[request.request_id] = _load(params, ours, parked=external > 0)
+            self.next.load[request.request_id] = _load(request, ours)
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         step, self.next = self.next, Step()
@@ -112,8 +113,8 @@ class BookConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, Any]:
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_prefill"):  # aborted before it was scheduled
-            self.next.load[request.request_id] = _load(params, [], parked=False)
+        if _is_elsewhere(request):  # aborted before it was scheduled
+            self.next.load[request.request_id] = _load(request, [])
         if not params.get("do_remote_decode") or request.status not in DONE or not block_ids:
             return False, None
         self.next.keep.add(request.request_id)
@@ -142,7 +143,7 @@ class BookConnector(KVConnectorBase_V1):
         self.shelf.keep(step.keep)
         for request_id, load in step.load.items():
             future = self.threads.submit(self._load, load)
-            if load.parked:
+            if load.ours:
                 self.loads[request_id] = future
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -197,9 +198,16 @@ class BookConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None: ...
 
 
-def _load(params: dict[str, Any], ours: list[int], *, parked: bool) -> Load:
-    of = (params["remote_engine_id"], params["remote_generation"], params["remote_request_id"])
-    return Load(*of, params["remote_block_ids"], ours, parked)
+def _is_elsewhere(request: Any) -> bool:
+    """Whether a request's KV is in a producer and not asked for yet."""
+    params = request.kv_transfer_params or {}
+    return bool(params.get("do_remote_prefill")) and all(params.get(name) for name in NEEDED)
+
+
+def _load(request: Any, ours: list[int]) -> Load:
+    params = request.kv_transfer_params
+    params["do_remote_prefill"] = False  # once
+    return Load(*(params[name] for name in NEEDED), ours)
 
 
 class Shelf:
