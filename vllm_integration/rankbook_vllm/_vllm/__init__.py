@@ -32,8 +32,8 @@ from rankbook_vllm._vllm.base import (
     worker_facts,
 )
 from rankbook_vllm._vllm.extend import extend, handshake_for
+from rankbook_vllm._vllm.halves import SchedulerHalf
 from rankbook_vllm._vllm.mooncake import without_bootstrap
-from rankbook_vllm._vllm.nixl import SchedulerHalf
 
 __all__ = [
     "Carrier",

@@ -8,15 +8,14 @@ import vllm
 from rankbook.model import Handshake
 from rankbook_vllm._vllm import mooncake, nixl
 from rankbook_vllm._vllm.base import children, handshake_of, logger
+from rankbook_vllm._vllm.halves import SchedulerHalf
 from rankbook_vllm.config import Settings
 from rankbook_vllm.peers import PeerBook
 
 __all__ = ["extend", "handshake_for"]
 
 
-def extend(
-    connector: Any, settings: Settings, book: PeerBook
-) -> tuple[nixl.SchedulerHalf, ...] | None:
+def extend(connector: Any, settings: Settings, book: PeerBook) -> tuple[SchedulerHalf, ...] | None:
     """Puts the book before everything in a connector, and its children, that shakes hands.
 
     Args:
@@ -29,7 +28,7 @@ def extend(
         this vLLM lacks what is needed, which is said: the engine then publishes
         only and shakes hands in vLLM's own way.
     """
-    halves: list[nixl.SchedulerHalf] = []
+    halves: list[SchedulerHalf] = []
     found = False
     for family in (nixl, mooncake):
         parts = children(connector)

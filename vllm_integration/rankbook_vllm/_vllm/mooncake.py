@@ -26,7 +26,7 @@ from typing import Any
 from rankbook.errors import RankbookError
 from rankbook.model import Handshake, Topology
 from rankbook_vllm._vllm.base import children, logger
-from rankbook_vllm._vllm.nixl import BookScheduler, SchedulerHalf, become
+from rankbook_vllm._vllm.halves import BookScheduler, SchedulerHalf, become
 from rankbook_vllm.config import Settings
 from rankbook_vllm.handshake import Call, check_pair
 from rankbook_vllm.lookup import Use, Wait

@@ -1,0 +1,135 @@
+"""An engine core's scheduler object with the book before it: what NIXL and Mooncake share.
+
+vLLM makes a scheduler object in the engine core and a worker object in each
+worker. `become` turns one into a subclass of its own class, so that everything
+not named here is vLLM's, this release's and the next one's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankbook_vllm.config import Settings
+from rankbook_vllm.requests import Requests, Verdict
+
+__all__ = ["BookScheduler", "Orders", "SchedulerHalf", "become"]
+
+
+@dataclass
+class Orders:
+    """What the engine core tells its workers beside NIXL's own metadata; pickled."""
+
+    generations: dict[str, str] = field(default_factory=dict)
+    """The start that each peer is used of."""
+    failed: dict[str, Any] = field(default_factory=dict)
+    """Local block ids of requests that cannot get their KV."""
+
+
+class SchedulerHalf:
+    """What the book adds to a NIXL scheduler."""
+
+    def __init__(self, requests: Requests, settings: Settings, generation: str = "") -> None:
+        self.requests = requests
+        self.settings = settings
+        self.generation = generation
+        """This engine's own start; set when its workers told it."""
+        self.failed: dict[str, Any] = {}
+
+
+class BookScheduler:
+    """Goes before a NIXL scheduler class. Everything here runs on the engine core's thread."""
+
+    rankbook: SchedulerHalf
+
+    def on_new_request(self, request: Any) -> None:
+        """Resolves the request at once where its producer is known."""
+        if _takes(request):
+            if self.rankbook.requests.ask(_id(request), request.kv_transfer_params) is Verdict.GO:
+                super().on_new_request(request)  # type: ignore[misc]
+            return
+        super().on_new_request(request)  # type: ignore[misc]
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        """vLLM's answer; "ask me again" while the producer is not there yet."""
+        half = self.rankbook
+        if _takes(request):
+            known = half.requests.went_on(_id(request))
+            verdict = half.requests.ask(_id(request), request.kv_transfer_params)
+            if verdict is Verdict.LATER:
+                return None, False
+            if verdict is Verdict.GO and not known:
+                super().on_new_request(request)  # type: ignore[misc]
+        return super().get_num_new_matched_tokens(  # type: ignore[misc]
+            request, num_computed_tokens
+        )
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> Any:
+        """vLLM's bookkeeping; a request that cannot be served goes to the workers to be failed."""
+        half = self.rankbook
+        if _takes(request) and half.requests.error(_id(request)) is not None:
+            request.kv_transfer_params["do_remote_prefill"] = False
+            if num_external_tokens > 0:
+                half.failed[_id(request)] = blocks.get_unhashed_block_ids_all_groups()
+            return None
+        return super().update_state_after_alloc(  # type: ignore[misc]
+            request, blocks, num_external_tokens
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """vLLM's metadata with our orders beside it."""
+        half = self.rankbook
+        meta = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+        failed, half.failed = half.failed, {}
+        generations = {
+            receive.remote.engine_id: half.requests.generation(request_id)
+            for request_id, receive in meta.reqs_to_recv.items()
+        }
+        meta.rankbook = Orders(generations, failed)
+        for registration in getattr(meta, "push_registrations", {}).values():
+            registration["decode_generation"] = half.generation
+        return meta
+
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
+        """vLLM's answer, with this start's generation for whoever reads the blocks."""
+        half = self.rankbook
+        params = request.kv_transfer_params
+        took = _takes(request)
+        went_on = half.requests.forget(_id(request))
+        if took and not went_on:
+            # vLLM would tell the producer that nobody comes for its blocks; the
+            # request never learned which producer. Its lease frees them.
+            params["do_remote_prefill"] = False
+            return False, None
+        delay, returned = super().request_finished(request, block_ids)  # type: ignore[misc]
+        if returned is not None and half.generation:
+            returned["remote_generation"] = half.generation
+            if not half.settings.side_channel:
+                returned["remote_host"] = returned["remote_port"] = None
+        return delay, returned
+
+    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
+        """Starts vLLM's listener, unless it is not wanted."""
+        if self.rankbook.settings.side_channel:
+            super().set_xfer_handshake_metadata(metadata)  # type: ignore[misc]
+
+
+def _takes(request: Any) -> bool:
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
+
+
+def _id(request: Any) -> str:
+    return str(request.request_id)
+
+
+_extended: dict[tuple[type, type], type] = {}
+
+
+def become(part: Any, before: type) -> None:
+    """Makes an object one of a subclass of its own class."""
+    base = type(part)
+    key = (before, base)
+    if key not in _extended:
+        _extended[key] = type(base.__name__, (before, base), {"__module__": __name__})
+    part.__class__ = _extended[key]

@@ -1,0 +1,273 @@
+"""A NIXL worker with the book before it.
+
+The worker half carries out what its engine core ordered, keeps back what must
+wait, and lets go of peers that are over. vLLM's tables are changed on its main
+thread only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rankbook_vllm._vllm.base import logger
+from rankbook_vllm._vllm.halves import Orders
+from rankbook_vllm._vllm.nixl_socket import PACKAGE
+from rankbook_vllm.config import Settings
+from rankbook_vllm.handshake import Pairs
+from rankbook_vllm.peers import PeerBook
+
+__all__ = ["BookWorker", "WorkerHalf", "warming"]
+
+_REMEMBERED = 4096
+"""Freed requests remembered, to tell a late registration from an early one."""
+
+warming = threading.local()
+"""`on` in a thread that shakes hands in advance."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that waits for an old pairing of its peer to be let go."""
+
+    engine_id: str
+    deadline_s: float
+    receive: Any
+    registration: Any
+
+
+class WorkerHalf:
+    """What the book adds to a NIXL worker."""
+
+    def __init__(self, book: PeerBook, pairs: Pairs, settings: Settings) -> None:
+        self.book = book
+        self.pairs = pairs
+        self.settings = settings
+        self.touching = threading.Lock()
+        """Held by who uses a peer's tables off the main thread, and by who drops them."""
+        self.held: dict[str, _Held] = {}
+        self.parked: list[tuple[str, Any, dict[str, Any]]] = []
+        """Pushes that wait for an old pairing of their consumer to be let go."""
+        self.orphans: dict[str, tuple[str, float]] = {}
+        """Requests that wait for a start that is over: its engine, and until when."""
+        self.pushes: dict[str, str] = {}
+        """The consumer that each push under way goes to."""
+        self.warmed: set[tuple[str, str]] = set()
+        """Peers that were shaken hands with in advance, by start."""
+        self.expired: OrderedDict[str, str] = OrderedDict()
+        """Requests whose blocks were freed unread: producer's id by the id both share."""
+
+
+class BookWorker:
+    """Goes before a NIXL worker class."""
+
+    rankbook: WorkerHalf
+
+    # --------------------------------------------------------- the step loop
+
+    def start_load_kv(self, metadata: Any) -> None:
+        """Carries out the engine core's orders, then vLLM's. Main thread; never waits."""
+        half = self.rankbook
+        orders = getattr(metadata, "rankbook", None) or Orders()
+        for engine_id, generation in orders.generations.items():
+            half.pairs.bind(engine_id, generation)
+        for request_id, block_ids in orders.failed.items():
+            _fail(self, request_id, block_ids)
+        _let_go(self)
+        _hold(self, metadata)
+        super().start_load_kv(metadata)  # type: ignore[misc]
+
+    def get_transfer_results(self) -> Any:
+        """vLLM's results; then lets go of peers that are over. Main thread."""
+        results = super().get_transfer_results()  # type: ignore[misc]
+        _let_go(self)
+        return results
+
+    def _evict_stale_engines(self) -> None:
+        # Drops tables, which is the main thread's: a thread that warms up must not.
+        if not getattr(warming, "on", False):
+            super()._evict_stale_engines()  # type: ignore[misc]
+
+    def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
+        before = set(done_sending)
+        super()._reap_expired_send_leases(done_sending)  # type: ignore[misc]
+        for request_id in done_sending - before:
+            self.rankbook.expired[_shared_id(request_id)] = request_id
+        while len(self.rankbook.expired) > _REMEMBERED:
+            self.rankbook.expired.popitem(last=False)
+
+    # ------------------------------------------------------- push, its writer
+
+    def _send_registration_to_p(self, req_id: str, reg_data: dict[str, Any]) -> None:
+        with self.rankbook.touching:
+            super()._send_registration_to_p(req_id, reg_data)  # type: ignore[misc]
+
+    def _do_start_push_kv(
+        self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]
+    ) -> None:
+        half = self.rankbook
+        engine_id = registration_data["decode_engine_id"]
+        half.pairs.bind(engine_id, str(registration_data.get("decode_generation") or ""))
+        with half.touching:
+            if half.pairs.is_over(engine_id):
+                half.parked.append((request_id, local_block_ids, registration_data))
+                return
+            half.pushes[request_id] = engine_id
+            super()._do_start_push_kv(  # type: ignore[misc]
+                request_id, local_block_ids, registration_data
+            )
+
+    def _handle_push_reg_notif(self, notif: bytes) -> None:
+        """Takes a registration; says so where its blocks were freed before it came."""
+        pending: dict[str, Any] = self._pending_d_registrations  # type: ignore[attr-defined]
+        before = set(pending)
+        super()._handle_push_reg_notif(notif)  # type: ignore[misc]
+        for request_id in set(pending) - before:
+            ours = self.rankbook.expired.get(_shared_id(request_id))
+            if ours is None:
+                continue
+            del pending[request_id]
+            counts = self.rankbook.pairs.counts
+            counts["late"] += 1
+            logger.error(
+                "rankbook: request %s of %s came for the blocks of request %s after they had "
+                "expired: its KV can never come, abort it there (%d so far). Raise "
+                "kv_lease_duration if decode engines are slow to ask",
+                request_id,
+                "a decode engine",
+                ours,
+                counts["late"],
+            )
+
+
+def _shared_id(request_id: str) -> str:
+    """The part of a request id that both sides share: vLLM ends each with its own "-<8 hex>"."""
+    head, dash, tail = request_id.rpartition("-")
+    random = len(tail) == 8 and all(c in "0123456789abcdefABCDEF" for c in tail)
+    return head if dash and random else request_id
+
+
+def _fail(worker: Any, request_id: str, block_ids: Any) -> None:
+    """Hands a request back as one whose KV did not come: kv_load_failure_policy decides."""
+    metadata = importlib.import_module(f"{PACKAGE}.metadata")
+    entry = metadata.ReqMeta(
+        local_block_ids=block_ids, local_physical_block_ids=block_ids, tp_size=1
+    )
+    if hasattr(entry, "awaiting_kvs"):
+        entry.awaiting_kvs = True
+    worker._recving_metadata.setdefault(request_id, entry)
+    worker._failed_recv_reqs.put(request_id)
+
+
+def _busy(worker: Any, engine_id: str) -> bool:
+    """Whether a transfer, or vLLM itself, still uses what is held of a peer."""
+    if engine_id in worker._handshake_futures:
+        return True
+    for request_id in worker._recving_transfers:
+        meta = worker._recving_metadata.get(request_id)
+        if meta is not None and meta.remote is not None and meta.remote.engine_id == engine_id:
+            return True
+    pushes = worker.rankbook.pushes
+    sending = getattr(worker, "_sending_transfers", ())
+    return any(pushes.get(request_id) == engine_id for request_id in tuple(sending))
+
+
+def _let_go(worker: Any) -> None:
+    """Drops pairings that are over and unused. Main thread."""
+    half: WorkerHalf = worker.rankbook
+    over = half.pairs.over()
+    if half.orphans:
+        _give_up(worker)
+    if over:
+        _orphan(worker, over)
+        if half.touching.acquire(blocking=False):
+            try:
+                for engine_id in over:
+                    if engine_id not in worker._remote_agents:
+                        if engine_id not in worker._handshake_futures:
+                            half.pairs.dropped(engine_id)
+                    elif not _busy(worker, engine_id):
+                        worker._cleanup_remote_engine(engine_id)
+                        half.pairs.dropped(engine_id)
+            finally:
+                half.touching.release()
+    if (half.parked or half.pushes) and half.touching.acquire(blocking=False):
+        try:
+            parked, half.parked = half.parked, []
+            for request_id in tuple(half.pushes):
+                if (
+                    request_id not in worker._reqs_to_send
+                    and request_id not in worker._sending_transfers
+                ):
+                    del half.pushes[request_id]
+        finally:
+            half.touching.release()
+        for push in parked:
+            worker._deferred_push_inbox.put(push)
+        if parked:
+            worker._push_writer_wake.set()
+
+
+def _orphan(worker: Any, over: Mapping[str, float]) -> None:
+    """Takes note of the requests that wait for a push of a start that is over."""
+    if not hasattr(worker, "_push_writer_wake"):
+        return  # a read fails by itself
+    half: WorkerHalf = worker.rankbook
+    for request_id, meta in worker._recving_metadata.items():
+        engine_id = meta.remote.engine_id if meta.remote is not None else ""
+        if engine_id in over and request_id not in worker._recving_transfers:
+            known = half.orphans.get(request_id, (engine_id, over[engine_id]))
+            half.orphans[request_id] = (engine_id, min(known[1], over[engine_id]))
+    _give_up(worker)
+
+
+def _give_up(worker: Any) -> None:
+    """Fails the orphans for whom nothing can come any more."""
+    half: WorkerHalf = worker.rankbook
+    now = time.monotonic()
+    for request_id, (engine_id, at_s) in tuple(half.orphans.items()):
+        if request_id not in worker._recving_metadata:
+            del half.orphans[request_id]
+        elif now >= at_s and request_id not in worker._recving_transfers:
+            del half.orphans[request_id]
+            logger.error(
+                "rankbook: request %s fails: %s ended before it sent its KV", request_id, engine_id
+            )
+            worker._failed_recv_reqs.put(request_id)
+
+
+def _hold(worker: Any, metadata: Any) -> None:
+    """Keeps requests back while an old pairing of their peer is still in use."""
+    half: WorkerHalf = worker.rankbook
+    now = time.monotonic()
+    registrations = getattr(metadata, "push_registrations", {})
+    for request_id, meta in tuple(metadata.reqs_to_recv.items()):
+        engine_id = meta.remote.engine_id if meta.remote is not None else ""
+        if engine_id and half.pairs.is_over(engine_id):
+            half.held[request_id] = _Held(
+                engine_id,
+                now + half.settings.peer_timeout_s,
+                metadata.reqs_to_recv.pop(request_id),
+                registrations.pop(request_id, None),
+            )
+    for request_id, held in tuple(half.held.items()):
+        if not half.pairs.is_over(held.engine_id):
+            del half.held[request_id]
+            metadata.reqs_to_recv[request_id] = held.receive
+            if held.registration is not None:
+                registrations[request_id] = held.registration
+        elif now >= held.deadline_s:
+            del half.held[request_id]
+            logger.error(
+                "rankbook: request %s fails: transfers of the last start of %s did not end "
+                "within %g s",
+                request_id,
+                held.engine_id,
+                half.settings.peer_timeout_s,
+            )
+            _fail(worker, request_id, held.receive.local_block_ids)
