@@ -203,15 +203,22 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
     # -------------------------------------------------------------------- both
 
     def shutdown(self) -> None:
-        """Signs out at once, then shuts vLLM's connector down. May be called again."""
-        for part in (self._rankbook_publisher, self._rankbook_sealer):
-            if part is not None:
-                part.stop()
+        """Shuts vLLM's connector down and signs out. May be called again.
+
+        A worker signs out last: who left is taken to write nothing more. The
+        engine core's seal goes first, so that nobody new comes meanwhile.
+        """
+        if self._rankbook_sealer is not None:
+            self._rankbook_sealer.stop()
         if self._rankbook_book is not None:
             self._rankbook_book.close()
-        if _signing_in.get(self._rankbook_key) is self:
-            del _signing_in[self._rankbook_key]
-        super().shutdown()
+        try:
+            super().shutdown()
+        finally:
+            if self._rankbook_publisher is not None:
+                self._rankbook_publisher.stop()
+            if _signing_in.get(self._rankbook_key) is self:
+                del _signing_in[self._rankbook_key]
 
 
 class SleepMixin(_Connector):  # type: ignore[misc]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import rankbook
-from rankbook.errors import DeadlineExceeded, RankbookError, Refused
-from rankbook.model import Topology, WatchEvent
+from rankbook.errors import DeadlineExceeded, RankbookError, Reason, Unavailable
+from rankbook.model import EventType, State, Topology, WatchEvent
 from rankbook_vllm.clocks import ClockOffset, PeerClocks
 from rankbook_vllm.config import Settings
 from rankbook_vllm.lookup import Answer, Refuse, Use, Wait, judge
@@ -23,6 +24,8 @@ from rankbook_vllm.lookup import Answer, Refuse, Use, Wait, judge
 __all__ = ["PeerBook"]
 
 Outcome = Topology | RankbookError
+_GONE_KEPT = 1024
+"""Dead engines remembered; the oldest is forgotten first."""
 OnChange = Callable[[str, Topology | None], None]
 
 
@@ -70,6 +73,7 @@ class PeerBook:
         self._waiters: list[_Waiter] = []
         self._changed: set[str] = set()
         self._on_change: list[OnChange] = []
+        self._gone: OrderedDict[str, Topology] = OrderedDict()
         self._turned = False
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -88,14 +92,18 @@ class PeerBook:
             self._closed = True
             self._cond.notify_all()
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None:
+            self._end()
+        elif thread is not threading.current_thread():
             thread.join(2.0)
 
     # ---------------------------------------------------------------- reading
 
     def get(self, engine_id: str) -> Topology | None:
-        """The engine as last seen, in whatever state; None where it is not known. No waiting."""
-        return self._view.get(engine_id)
+        """The engine as last seen, in whatever state, GONE too; None where it is not
+        known. No waiting.
+        """
+        return self._view.get(engine_id) or self._gone.get(engine_id)
 
     def engines(self) -> tuple[Topology, ...]:
         """Every engine as last seen. No waiting."""
@@ -125,9 +133,7 @@ class PeerBook:
             engine_id: The peer.
             generation: Start that the use is bound to; empty where any will do.
         """
-        return judge(
-            self._view.get(engine_id), engine_id, generation=generation, current=self.current
-        )
+        return judge(self.get(engine_id), engine_id, generation=generation, current=self.current)
 
     # ---------------------------------------------------------------- waiting
 
@@ -147,7 +153,7 @@ class PeerBook:
             if not self._closed:
                 waiter = _Waiter(engine_id, generation, self._clock() + timeout_s, timeout_s, done)
                 self._waiters.append(waiter)
-                self._changed.add(engine_id)
+                self._turned = True
                 self._cond.notify_all()
                 return
         done(_closed(engine_id))
@@ -191,8 +197,15 @@ class PeerBook:
     # ---------------------------------------------------------------- keeping
 
     def _noticed(self, event: WatchEvent) -> None:
+        engine = event.topology.engine
         with self._cond:
-            self._changed.add(event.topology.engine.engine_id)
+            # A view has the living only; who asks for a dead engine wants to be told so.
+            self._gone.pop(engine.engine_id, None)
+            if event.type is EventType.REMOVED and engine.state is State.GONE:
+                self._gone[engine.engine_id] = event.topology
+                while len(self._gone) > _GONE_KEPT:
+                    self._gone.popitem(last=False)
+            self._changed.add(engine.engine_id)
             self._cond.notify_all()
 
     def _connection(self, connected: bool) -> None:
@@ -204,7 +217,7 @@ class PeerBook:
         if connected:
             self._clocks.refresh()
             self._log.info("rankbook: %d engines are known", len(self._view.engines()))
-        else:
+        elif self._view.error is not None:  # else the rest of a large change is on its way
             self._log.warning(
                 "rankbook: lost the registry (%s); going on with what is known", self._view.error
             )
@@ -225,17 +238,22 @@ class PeerBook:
                     callbacks = tuple(self._on_change)
                 for engine_id in changed:
                     for callback in callbacks:
-                        self._call(callback, engine_id, self._view.get(engine_id))
+                        self._call(callback, engine_id, self.get(engine_id))
                 self._serve()
         finally:
             for end in ends:
                 end()
-            self._view.close()
-            self._client.close()
-            with self._cond:
-                waiters, self._waiters = self._waiters, []
-            for waiter in waiters:
-                self._call(waiter.done, _closed(waiter.engine_id))
+            self._end()
+
+    def _end(self) -> None:
+        with self._cond:
+            self._closed = True
+            waiters, self._waiters = self._waiters, []
+        # Before the connection, which may take its time: who waits holds up a request.
+        for waiter in waiters:
+            self._call(waiter.done, _closed(waiter.engine_id))
+        self._view.close()
+        self._client.close()
 
     def _next_wait(self) -> float | None:
         if not self._waiters:
@@ -279,7 +297,8 @@ def _too_late(engine_id: str, timeout_s: float, answer: Wait | None) -> Deadline
 
 
 def _closed(engine_id: str) -> RankbookError:
-    return Refused(
+    return Unavailable(
         f"this process is shutting down and looks for {engine_id} no more",
+        reason=Reason.SHUTTING_DOWN,
         metadata={"engine_id": engine_id},
     )

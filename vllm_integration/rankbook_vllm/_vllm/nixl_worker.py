@@ -11,7 +11,7 @@ import importlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,8 @@ class WorkerHalf:
         """The consumer that each push under way goes to."""
         self.warmed: set[tuple[str, str]] = set()
         """Peers that were shaken hands with in advance, by start."""
-        self.expired: OrderedDict[str, str] = OrderedDict()
-        """Requests whose blocks were freed unread: producer's id by the id both share."""
+        self.freed: OrderedDict[str, str] = OrderedDict()
+        """Requests whose blocks were freed: producer's id by the id both sides share."""
 
 
 class BookWorker:
@@ -85,21 +85,21 @@ class BookWorker:
     def get_transfer_results(self) -> Any:
         """vLLM's results; then lets go of peers that are over. Main thread."""
         results = super().get_transfer_results()  # type: ignore[misc]
+        _note_freed(self, results.finished_sending)
         _let_go(self)
         return results
+
+    def get_finished(self) -> Any:
+        """The same in vLLM 0.28, which has no transfer results."""
+        finished = super().get_finished()  # type: ignore[misc]
+        _note_freed(self, finished[0])
+        _let_go(self)
+        return finished
 
     def _evict_stale_engines(self) -> None:
         # Drops tables, which is the main thread's: a thread that warms up must not.
         if not getattr(warming, "on", False):
             super()._evict_stale_engines()  # type: ignore[misc]
-
-    def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
-        before = set(done_sending)
-        super()._reap_expired_send_leases(done_sending)  # type: ignore[misc]
-        for request_id in done_sending - before:
-            self.rankbook.expired[_shared_id(request_id)] = request_id
-        while len(self.rankbook.expired) > _REMEMBERED:
-            self.rankbook.expired.popitem(last=False)
 
     # ------------------------------------------------------- push, its writer
 
@@ -123,23 +123,26 @@ class BookWorker:
             )
 
     def _handle_push_reg_notif(self, notif: bytes) -> None:
-        """Takes a registration; says so where its blocks were freed before it came."""
+        """Takes a registration; says so where its blocks were freed before it came.
+
+        vLLM would keep it for ever, and its decode engine would wait as long.
+        """
         pending: dict[str, Any] = self._pending_d_registrations  # type: ignore[attr-defined]
         before = set(pending)
         super()._handle_push_reg_notif(notif)  # type: ignore[misc]
         for request_id in set(pending) - before:
-            ours = self.rankbook.expired.get(_shared_id(request_id))
+            ours = self.rankbook.freed.get(_shared_id(request_id))
             if ours is None:
                 continue
-            del pending[request_id]
+            pending_engine = pending.pop(request_id).get("decode_engine_id")
             counts = self.rankbook.pairs.counts
             counts["late"] += 1
             logger.error(
-                "rankbook: request %s of %s came for the blocks of request %s after they had "
-                "expired: its KV can never come, abort it there (%d so far). Raise "
+                "rankbook: request %s of %s came for the blocks of request %s after they were "
+                "freed: its KV can never come, abort it there (%d so far). Raise "
                 "kv_lease_duration if decode engines are slow to ask",
                 request_id,
-                "a decode engine",
+                pending_engine,
                 ours,
                 counts["late"],
             )
@@ -150,6 +153,14 @@ def _shared_id(request_id: str) -> str:
     head, dash, tail = request_id.rpartition("-")
     random = len(tail) == 8 and all(c in "0123456789abcdefABCDEF" for c in tail)
     return head if dash and random else request_id
+
+
+def _note_freed(worker: Any, request_ids: Iterable[str]) -> None:
+    freed: OrderedDict[str, str] = worker.rankbook.freed
+    for request_id in request_ids:
+        freed[_shared_id(request_id)] = request_id
+    while len(freed) > _REMEMBERED:
+        freed.popitem(last=False)
 
 
 def _fail(worker: Any, request_id: str, block_ids: Any) -> None:
