@@ -47,6 +47,7 @@ __all__ = [
 _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 _CONNECTOR = "MooncakeConnector"
 _DEFAULT_PROTOCOL = "rdma"  # vLLM's own
+_SHUTDOWN_S = 2.0
 
 
 def missing_seams() -> tuple[str, ...]:
@@ -255,6 +256,20 @@ class MooncakeWorker:
             await super().receive_kv_from_single_worker(worker_addr, pull_metas)  # type: ignore[misc]
         finally:
             half.pulls.pop(task, None)
+
+    def shutdown(self) -> None:
+        """Ends questions under way, for whose answers vLLM's shutdown would wait."""
+        loop: asyncio.AbstractEventLoop | None = getattr(self, "receiver_loop", None)
+        if loop is not None and loop.is_running():
+            asyncio.run_coroutine_threadsafe(_end_pulls(self.rankbook), loop).result(_SHUTDOWN_S)
+        super().shutdown()  # type: ignore[misc]
+
+
+async def _end_pulls(half: WorkerHalf) -> None:
+    tasks = (*half.tasks, *half.pulls)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _by_generation(pulls: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -20,8 +20,9 @@ from rankbook.errors import RankbookError
 from rankbook.model import Role, State
 from rankbook_vllm._vllm.base import logger
 from rankbook_vllm._vllm.halves import BookScheduler, SchedulerHalf, become
-from rankbook_vllm._vllm.nixl_socket import PACKAGE, answer_from_book, shake
+from rankbook_vllm._vllm.nixl_socket import answer_from_book, shake
 from rankbook_vllm._vllm.nixl_worker import BookWorker, WorkerHalf, warming
+from rankbook_vllm._vllm.seams import NIXL, missing_seams
 from rankbook_vllm.config import Settings
 from rankbook_vllm.handshake import Call, Gate, Pairs, check_pair
 from rankbook_vllm.peers import PeerBook
@@ -34,38 +35,6 @@ __all__ = [
     "scheduler_of",
     "worker_of",
 ]
-
-
-def missing_seams() -> tuple[str, ...]:
-    """What this vLLM lacks for handshakes from the book; empty where all is there."""
-    try:
-        worker = importlib.import_module(f"{PACKAGE}.base_worker")
-        scheduler = importlib.import_module(f"{PACKAGE}.base_scheduler")
-    except ImportError as error:
-        return (str(error),)
-    seams = (
-        (worker, ("zmq_ctx", "NixlBaseConnectorWorker")),
-        (scheduler, ("NixlBaseConnectorScheduler",)),
-        (
-            getattr(worker, "NixlBaseConnectorWorker", None),
-            ("_nixl_handshake", "_ensure_handshake", "_cleanup_remote_engine", "shutdown"),
-        ),
-        (
-            getattr(scheduler, "NixlBaseConnectorScheduler", None),
-            ("on_new_request", "build_connector_meta", "set_xfer_handshake_metadata"),
-        ),
-    )
-    lacking = [
-        f"{getattr(owner, '__name__', owner)}.{name}"
-        for owner, names in seams
-        for name in names
-        if not hasattr(owner, name)
-    ]
-    method = getattr(seams[2][0], "_nixl_handshake", None)
-    if method is not None:
-        known = {"host", "port", "remote_tp_size", "expected_engine_id"}
-        lacking += sorted(known - set(inspect.signature(method).parameters))
-    return tuple(lacking)
 
 
 def _read_call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
@@ -128,9 +97,9 @@ def worker_of(part: Any) -> Any:
 
 
 def _is_nixl(part: Any, module: str, name: str) -> bool:
-    if part is None or not type(part).__module__.startswith(PACKAGE):
+    if part is None or not type(part).__module__.startswith(NIXL):
         return False
-    return isinstance(part, getattr(importlib.import_module(f"{PACKAGE}.{module}"), name))
+    return isinstance(part, getattr(importlib.import_module(f"{NIXL}.{module}"), name))
 
 
 def _warm(worker: Any, engine_id: str) -> None:

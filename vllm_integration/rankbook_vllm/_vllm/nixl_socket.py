@@ -18,11 +18,11 @@ import msgspec
 
 from rankbook.errors import Unavailable
 from rankbook.model import Topology
+from rankbook_vllm._vllm.seams import NIXL
 from rankbook_vllm.handshake import payloads_of
 
-__all__ = ["PACKAGE", "answer_from_book", "shake"]
+__all__ = ["answer_from_book", "shake"]
 
-PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 _PER_ENGINE = (
     "kv_caches_base_addr",
     "dst_num_blocks",
@@ -62,7 +62,7 @@ class _BookSocket:
 
 def answer_from_book() -> None:
     """Puts the book before NIXL's socket, in threads that have an answer; once."""
-    module: Any = importlib.import_module(f"{PACKAGE}.base_worker")
+    module: Any = importlib.import_module(f"{NIXL}.base_worker")
     original = module.zmq_ctx
     if getattr(original, "rankbook", False):
         return

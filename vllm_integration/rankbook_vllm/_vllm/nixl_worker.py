@@ -17,7 +17,7 @@ from typing import Any
 
 from rankbook_vllm._vllm.base import logger
 from rankbook_vllm._vllm.halves import Orders
-from rankbook_vllm._vllm.nixl_socket import PACKAGE
+from rankbook_vllm._vllm.seams import NIXL
 from rankbook_vllm.config import Settings
 from rankbook_vllm.handshake import Pairs
 from rankbook_vllm.peers import PeerBook
@@ -165,7 +165,7 @@ def _note_freed(worker: Any, request_ids: Iterable[str]) -> None:
 
 def _fail(worker: Any, request_id: str, block_ids: Any) -> None:
     """Hands a request back as one whose KV did not come: kv_load_failure_policy decides."""
-    metadata = importlib.import_module(f"{PACKAGE}.metadata")
+    metadata = importlib.import_module(f"{NIXL}.metadata")
     entry = metadata.ReqMeta(
         local_block_ids=block_ids, local_physical_block_ids=block_ids, tp_size=1
     )

@@ -1,0 +1,96 @@
+"""What handshakes from the book need of vLLM's NIXL package, in one table.
+
+Names that are part of no interface: a release may change any of them. Where one
+is missing the engine publishes only, and says which.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+
+__all__ = ["ATTRIBUTES", "FUNCTIONS", "METHODS", "NIXL", "missing_seams"]
+
+NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+
+FUNCTIONS: Mapping[str, tuple[str, ...]] = {"base_worker": ("zmq_ctx",)}
+"""By module."""
+
+METHODS: Mapping[tuple[str, str], Mapping[str, tuple[str, ...]]] = {
+    ("base_worker", "NixlBaseConnectorWorker"): {
+        "_nixl_handshake": ("host", "port", "remote_tp_size", "expected_engine_id"),
+        "_ensure_handshake": ("engine_id", "host", "port", "tp_size"),
+        "_cleanup_remote_engine": ("engine_id",),
+        "_evict_stale_engines": (),
+    },
+    ("push_worker", "NixlPushConnectorWorker"): {
+        "start_load_kv": ("metadata",),
+        "_send_registration_to_p": ("req_id", "reg_data"),
+        "_do_start_push_kv": ("request_id", "local_block_ids", "registration_data"),
+        "_handle_push_reg_notif": ("notif",),
+    },
+    ("pull_worker", "NixlPullConnectorWorker"): {"start_load_kv": ("metadata",)},
+    ("base_scheduler", "NixlBaseConnectorScheduler"): {
+        "on_new_request": ("request",),
+        "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+        "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+        "build_connector_meta": ("scheduler_output",),
+        "request_finished": ("request", "block_ids"),
+        "set_xfer_handshake_metadata": ("metadata",),
+    },
+}
+"""By module and class: methods with the parameters that are used by name."""
+
+ATTRIBUTES: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("base_worker", "NixlBaseConnectorWorker"): (
+        "kv_transfer_config",
+        "nixl_wrapper",
+        "dst_xfer_side_handles",
+        "_handshake_initiation_executor",
+        "_handshake_futures",
+        "_remote_agents",
+        "_recving_metadata",
+        "_recving_transfers",
+        "_failed_recv_reqs",
+        "_reqs_to_send",
+    ),
+    ("push_worker", "NixlPushConnectorWorker"): (
+        "_sending_transfers",
+        "_pending_d_registrations",
+        "_deferred_push_inbox",
+        "_push_writer_wake",
+    ),
+}
+"""By module and class: what its `__init__` sets."""
+
+
+def missing_seams() -> tuple[str, ...]:
+    """What the vLLM at hand lacks; empty where all is there."""
+    try:
+        modules = {
+            name: importlib.import_module(f"{NIXL}.{name}")
+            for name in {*FUNCTIONS, *(module for module, _ in METHODS)}
+        }
+    except ImportError as error:
+        return (str(error),)
+    lacking = [
+        f"{module}.{name}"
+        for module, names in FUNCTIONS.items()
+        for name in names
+        if not hasattr(modules[module], name)
+    ]
+    for (module, owner), methods in METHODS.items():
+        cls = getattr(modules[module], owner, None)
+        for name, parameters in methods.items():
+            method = getattr(cls, name, None)
+            if method is None:
+                lacking.append(f"{owner}.{name}")
+                continue
+            known = inspect.signature(method).parameters
+            lacking += [f"{owner}.{name}({one})" for one in parameters if one not in known]
+    for (module, owner), names in ATTRIBUTES.items():
+        cls = getattr(modules[module], owner, None)
+        code = getattr(getattr(cls, "__init__", None), "__code__", None)
+        lacking += [f"{owner}.{one}" for one in names if code and one not in code.co_names]
+    return tuple(lacking)
