@@ -355,6 +355,18 @@ def test_what_the_engine_core_refused_is_handed_back_with_its_blocks(make_consum
     assert consumer.errors == {3, 4}
 
 
+def test_shutdown_does_not_wait_for_an_answer_that_never_comes(book, make_consumer, stages):
+    consumer = make_consumer()
+    book.tell(topology(stages.addresses))
+    consumer.pull("r1")
+    stages.asked()
+    asleep = threading.Thread(target=consumer.worker.shutdown, daemon=True)
+    asleep.start()
+    asleep.join(SOON_S)
+    assert not asleep.is_alive()
+    assert not consumer.worker._mooncake_receiver_t.is_alive()
+
+
 def test_no_bootstrap_server_is_launched_where_the_side_channel_is_off():
     def transfer(**options):
         return SimpleNamespace(
