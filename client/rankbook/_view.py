@@ -242,8 +242,11 @@ class TopologyView:
         finally:
             with self._cond:
                 self._over = True
+                listeners = tuple(self._listeners.values()) if self._connected else ()
                 self._connected = False
                 self._cond.notify_all()
+            for listener in listeners:
+                self._call_back(listener, False)
 
     @staticmethod
     def _call_back(callback: Callable[[T], None], told: T) -> None:

@@ -8,22 +8,27 @@ the rest to vLLM's own code with the peer's payloads at hand.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from concurrent.futures import CancelledError, Executor, Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rankbook.errors import Incompatible, Incomplete, RankbookError, Reason, TransferError
+from rankbook.errors import (
+    Incompatible,
+    Incomplete,
+    NotFound,
+    RankbookError,
+    Reason,
+    TransferError,
+)
 from rankbook.model import Role, State, Topology
 from rankbook.pairing import peer_side
 from rankbook.transfer import compare_peers
 from rankbook_vllm.config import Settings
-from rankbook_vllm.lookup import Use, Wait
 from rankbook_vllm.peers import PeerBook
 from rankbook_vllm.requests import transfer_tp_size
 
@@ -52,8 +57,8 @@ class Pairing:
     """A peer as this worker shook hands with it."""
 
     generation: str
-    payloads: bytes
-    """Digest of what it published: another one, and the peer's memory is another."""
+    payloads: tuple[bytes, ...] = field(repr=False)
+    """What it published: something else, and the peer's memory is another."""
 
 
 def payloads_of(topology: Topology, ranks: Sequence[int]) -> dict[Key, bytes]:
@@ -95,12 +100,8 @@ def payloads_of(topology: Topology, ranks: Sequence[int]) -> dict[Key, bytes]:
 
 def pairing_of(topology: Topology) -> Pairing:
     """What a handshake with this topology is good for."""
-    digest = hashlib.sha256()
-    for worker in topology.workers:
-        payload = worker.handshake.payload if worker.handshake else b""
-        digest.update(len(payload).to_bytes(4, "big"))
-        digest.update(payload)
-    return Pairing(topology.engine.generation, digest.digest())
+    handshakes = (worker.handshake for worker in topology.workers)
+    return Pairing(topology.engine.generation, tuple(h.payload if h else b"" for h in handshakes))
 
 
 def check_peers(producer: Topology, consumer: Topology) -> None:
@@ -135,7 +136,13 @@ def check_pair(own: Topology, peer: Topology, call: Call) -> None:
         TransferError: The call's sizes are not those of the sealed topology.
     """
     ours, theirs = own.engine.role, peer.engine.role
-    we_consume = call.notif_only or ours is Role.CONSUMER or theirs is Role.PRODUCER
+    we_consume = (
+        call.notif_only
+        or ours is Role.CONSUMER
+        or theirs is Role.PRODUCER
+        # Where each does both, who reads is who calls; who writes is called first.
+        or (ours is theirs is Role.BOTH and peer_side(own).mode == "pull")
+    )
     check_peers(*((peer, own) if we_consume else (own, peer)))
     layout = peer.engine.layout
     sealed = {
@@ -206,11 +213,9 @@ class Pairs:
         if not generation:
             return
         with self._lock:
-            self._bound[engine_id] = generation
-            made = self._made.get(engine_id)
-            if made is not None and made.generation != generation:
-                why = f"it is of start {made.generation}, needed is {generation}"
-                self._over.setdefault(engine_id, _Over(why, self._clock()))
+            if self._bound.get(engine_id) != generation:
+                self._bound[engine_id] = generation
+                self._look(engine_id)
 
     def bound(self, engine_id: str) -> str:
         """The start that the engine is used of; empty where any will do."""
@@ -224,8 +229,8 @@ class Pairs:
             self._made[engine_id] = pairing_of(topology)
             self._over.pop(engine_id, None)
             self.counts["shaken"] += 1
-        # The book may have moved on while it was made.
-        self._changed(engine_id, self._book.get(engine_id))
+            # The book, or a request, may have moved on while it was made.
+            self._look(engine_id)
 
     def over(self) -> Mapping[str, float]:
         """Engines whose pairing is over, and when nothing more comes of it, by the clock.
@@ -254,19 +259,28 @@ class Pairs:
             self.counts["dropped"] += 1
         self._log.info("rankbook: let go of %s: %s", engine_id, over.why if over else "asked to")
 
-    def _changed(self, engine_id: str, topology: Topology | None) -> None:
+    def _changed(self, engine_id: str, _: Topology | None) -> None:
         with self._lock:
-            made = self._made.get(engine_id)
-            if made is None:
-                return
-            why = _why_over(made, topology)
-            if not why and self._bound.get(engine_id, made.generation) != made.generation:
-                return  # the copy of the book is behind what a request said
-            if why:
-                over = self._over.get(engine_id) or _Over(why, self._clock())
-                self._over[engine_id] = replace(over, dead=over.dead or _is_dead(made, topology))
-            else:
-                self._over.pop(engine_id, None)
+            if self._book.get(engine_id) is None:
+                self._bound.pop(engine_id, None)
+            self._look(engine_id)
+
+    def _look(self, engine_id: str) -> None:
+        """Compares a pairing with the book and with what requests need. Holds the lock, so
+        that the newest word of the book is the last one taken."""
+        made = self._made.get(engine_id)
+        if made is None:
+            return
+        topology = self._book.get(engine_id)
+        needed = self._bound.get(engine_id, made.generation)
+        why = _why_over(made, topology)
+        if not why and needed != made.generation:
+            why = f"it is of start {made.generation}, needed is {needed}"
+        if why:
+            over = self._over.get(engine_id) or _Over(why, self._clock())
+            self._over[engine_id] = replace(over, dead=over.dead or _is_dead(made, topology))
+        else:
+            self._over.pop(engine_id, None)
 
 
 def _why_over(made: Pairing, topology: Topology | None) -> str:
@@ -327,24 +341,35 @@ class Gate(Executor):
         self._shake = shake
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Makes a handshake when its peer is there; never waits."""
+        """Makes a handshake when its peer is there. Never waits and never raises; what
+        is to be refused is refused on the book's thread, since the caller holds locks."""
         outer: Future[Any] = Future()
-        call = self._read(fn, *args, **kwargs)
+        outer.set_running_or_notify_cancel()  # whoever waits for it cannot take it back
 
         def make() -> Any:
             return fn(*args, **kwargs)
 
-        answer = self._book.judge(call.engine_id, self._pairs.bound(call.engine_id))
-        if isinstance(answer, Wait) and self._is_foreign(call):
-            return self._inner.submit(make)
-        if isinstance(answer, Use):
-            self._own_then(call, make, outer, answer.topology)
+        try:
+            call = self._read(fn, *args, **kwargs)
+            if self._is_foreign(call):
+                return self._inner.submit(make)
+        except Exception as error:  # noqa: BLE001 - a step loop that raises ends the worker
+            self._refuse(outer, error)
+            return outer
+        # This engine first: pairs are compared as published, and the peer's word is
+        # not to grow old meanwhile.
+        if _has_all_stages(self._book.get(self._own)):
+            self._when(call, make, outer)
         else:
             self._book.when(
-                call.engine_id,
-                self._pairs.bound(call.engine_id),
+                self._own,
+                "",
                 self._settings.peer_timeout_s,
-                lambda found: self._own_then(call, make, outer, found),
+                lambda mine: (
+                    self._refuse(outer, mine)
+                    if isinstance(mine, RankbookError)
+                    else self._when(call, make, outer)
+                ),
             )
         return outer
 
@@ -357,41 +382,34 @@ class Gate(Executor):
             self._settings.side_channel
             and call.has_address
             and self._book.get(call.engine_id) is None
+            # A start that a request was bound to is in the book, if not yet in this copy.
+            and not self._pairs.bound(call.engine_id)
         )
 
-    def _own_then(
-        self,
-        call: Call,
-        make: Callable[[], Any],
-        outer: Future[Any],
-        found: Topology | RankbookError,
-    ) -> None:
-        """Goes on when this engine itself is in the book: pairs are compared as published."""
-        if isinstance(found, RankbookError):
-            self._refuse(outer, found)
-            return
-        own = self._book.get(self._own)
-        if own is not None and own.workers:
-            self._go(call, make, outer, found, own)
-            return
+    def _when(self, call: Call, make: Callable[[], Any], outer: Future[Any]) -> None:
         self._book.when(
-            self._own,
-            "",
+            call.engine_id,
+            self._pairs.bound(call.engine_id),
             self._settings.peer_timeout_s,
-            lambda mine: (
-                self._refuse(outer, mine)
-                if isinstance(mine, RankbookError)
-                else self._go(call, make, outer, found, mine)
+            lambda found: (
+                self._refuse(outer, found)
+                if isinstance(found, RankbookError)
+                else self._go(call, make, outer, found)
             ),
         )
 
-    def _go(
-        self, call: Call, make: Callable[[], Any], outer: Future[Any], peer: Topology, own: Topology
-    ) -> None:
+    def _go(self, call: Call, make: Callable[[], Any], outer: Future[Any], peer: Topology) -> None:
         try:
+            own = self._book.get(self._own)
+            if own is None:
+                raise NotFound(
+                    f"this engine, {self._own}, is no longer in the book: it signs in again by "
+                    "itself",
+                    metadata={"engine_id": self._own},
+                )
             check_pair(own, peer, call)
             inner = self._inner.submit(self._made, peer, make)
-        except (RankbookError, RuntimeError) as error:  # RuntimeError: shut down meanwhile
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for an answer
             self._refuse(outer, error)
             return
         inner.add_done_callback(lambda done: _pass_on(done, outer))
@@ -403,12 +421,17 @@ class Gate(Executor):
 
     def _refuse(self, outer: Future[Any], error: Exception) -> None:
         self._pairs.counts["refused"] += 1
-        # From another thread: vLLM still holds its lock while it submits.
-        if not outer.done():
-            outer.set_exception(error)
+        outer.set_exception(error)
+
+
+def _has_all_stages(own: Topology | None) -> bool:
+    return own is not None and len(own.engine.stages) == own.engine.layout.pp_size
 
 
 def _pass_on(inner: Future[Any], outer: Future[Any]) -> None:
+    if inner.cancelled():
+        outer.set_exception(CancelledError())
+        return
     error = inner.exception()
     if error is not None:
         outer.set_exception(error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rankbook.errors import Gone, Incomplete, NotFound, RankbookError, Reason, Refused, Unavailable
-from rankbook.model import Slot, State, Topology
+from rankbook.model import Slot, State, Successor, Topology
 from rankbook_vllm.seal import listed, slot_name
 
 __all__ = ["Answer", "Refuse", "Use", "Wait", "judge"]
@@ -117,14 +117,17 @@ def _forming(topology: Topology) -> RankbookError:
 
 def _unusable(topology: Topology) -> RankbookError:
     engine = topology.engine
-    about = {"engine_id": engine.engine_id, "generation": engine.generation}
+    about: dict[str, object] = {
+        "engine_id": engine.engine_id,
+        "generation": engine.generation,
+    }
     if engine.state is State.GONE:
         heir = engine.successor
-        more = f"; {heir.engine_id} took its place" if heir else ""
+        more = f"; {heir.engine_id} (epoch {heir.epoch}) took its place" if heir else ""
         return Gone(
             f"{engine.engine_id} is gone: no worker of its start {engine.generation} is alive"
             f"{more}; prefill again elsewhere",
-            metadata=about | ({"successor_engine_id": heir.engine_id} if heir else {}),
+            metadata=about | (_heir(heir) if heir else {}),
         )
     if engine.state is State.INVALID:
         wrong = "; ".join(problem.message for problem in engine.problems)
@@ -134,10 +137,10 @@ def _unusable(topology: Topology) -> RankbookError:
             metadata=about | {"problems": wrong},
         )
     if engine.asleep:
-        return Refused(
-            f"{engine.engine_id} is asleep: {_named(engine.asleep)} took the KV cache out; wake it",
-            reason=Reason.ENGINE_INCOMPLETE,
-            metadata=about | {"asleep": _named(engine.asleep)},
+        asleep = _named(engine.asleep)
+        return Incomplete(
+            f"{engine.engine_id} is asleep: {asleep} took the KV cache out; wake it",
+            metadata=about | {"asleep": asleep, "missing": asleep},
         )
     if engine.state is State.DEGRADED:
         missing = _named(engine.missing) or "its engine core"
@@ -145,11 +148,18 @@ def _unusable(topology: Topology) -> RankbookError:
             f"{engine.engine_id} has lost {missing}: no token comes from part of an engine",
             metadata=about | {"missing": missing},
         )
-    return Refused(
+    return Incomplete(
         f"{engine.engine_id} is {engine.state.name}: it takes no new peers",
-        reason=Reason.ENGINE_INCOMPLETE,
-        metadata=about | {"state": engine.state.name},
+        metadata=about | {"state": engine.state.name, "missing": ""},
     )
+
+
+def _heir(heir: Successor) -> dict[str, object]:
+    return {
+        "successor_engine_id": heir.engine_id,
+        "successor_generation": heir.generation,
+        "successor_epoch": heir.epoch,
+    }
 
 
 def _named(slots: tuple[Slot, ...]) -> str:

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 from rankbook.errors import (
     BadRequest,
+    Conflict,
     DeadlineExceeded,
     NotFound,
     RankbookError,
     Reason,
-    Refused,
 )
 from rankbook.model import Address, Role, State, Topology
-from rankbook_vllm.config import Settings
+from rankbook_vllm.config import Settings, bare_host
 from rankbook_vllm.lookup import Answer, Refuse, Use, Wait
 
 __all__ = ["Known", "Requests", "Verdict", "address_of", "transfer_tp_size"]
@@ -77,10 +77,32 @@ def address_of(topology: Topology) -> Address | None:
     return next((a for a in addresses if a.label == "side-channel"), None)
 
 
-def _not_text(name: str, value: object) -> BadRequest:
-    return BadRequest(
-        f"kv_transfer_params {name} is {value!r}: it takes the text that the producer returned",
-        metadata={"field": name, "value": value, "rule": "text"},
+def _text(params: Params, name: str) -> str:
+    """A parameter that is text; empty where it is absent."""
+    value = params.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequest(
+            f"kv_transfer_params {name} is {value!r}: it takes the text that the producer returned",
+            metadata={"field": name, "value": value, "rule": "text"},
+        )
+    return value or ""
+
+
+def _same(given: object, sealed: object) -> bool:
+    """Whether a parameter says what the topology does; a host has several spellings."""
+    return given == sealed or (isinstance(given, str) and bare_host(given) == sealed)
+
+
+def _are_block_ids(value: object) -> bool:
+    """Whether it is a list of block ids, or of such lists, with at least one entry."""
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(
+            isinstance(block, int)
+            for part in value
+            for block in (part if isinstance(part, list | tuple) else (part,))
+        )
     )
 
 
@@ -162,27 +184,35 @@ class Requests:
     # -------------------------------------------------------------- deciding
 
     def _answer(self, params: Params) -> Answer:
-        engine_id = params.get("remote_engine_id")
-        if engine_id is None and params.get("group"):
-            found = self._of_group(params)
+        engine_id = _text(params, "remote_engine_id")
+        generation = _text(params, "remote_generation")
+        group = _text(params, "group")
+        _text(params, "remote_request_id")
+        if not engine_id and not group:
+            raise BadRequest(
+                "kv_transfer_params has no remote_engine_id: send what the producer returned",
+                metadata={"field": "remote_engine_id", "value": "", "rule": "text"},
+            )
+        # vLLM asserts on an empty list, and what is no number ends a worker.
+        blocks = params.get("remote_block_ids")
+        if self._needs_block_ids and not _are_block_ids(blocks):
+            raise BadRequest(
+                f"kv_transfer_params remote_block_ids is {blocks!r:.100}: this engine reads them "
+                f"from {engine_id or group}; send what the producer returned",
+                metadata={
+                    "field": "remote_block_ids",
+                    "value": f"{blocks!r:.100}",
+                    "rule": "block ids",
+                },
+            )
+        if not engine_id:
+            found = self._of_group(params, group)
             if isinstance(found, Wait):
                 return found
             params["remote_engine_id"] = engine_id = found.topology.engine.engine_id
-        generation = params.get("remote_generation") or ""
-        if not isinstance(engine_id, str) or not engine_id:
-            raise _not_text("remote_engine_id", engine_id)
-        if not isinstance(generation, str):
-            raise _not_text("remote_generation", generation)
-        if self._needs_block_ids and params.get("remote_block_ids") is None:
-            raise BadRequest(
-                "kv_transfer_params has no remote_block_ids: this engine reads them from "
-                f"{engine_id}; send what the producer returned",
-                metadata={"field": "remote_block_ids", "value": "", "rule": "block ids"},
-            )
         return self._book.judge(engine_id, generation)
 
-    def _of_group(self, params: Params) -> Use | Wait:
-        group = params["group"]
+    def _of_group(self, params: Params, group: str) -> Use | Wait:
         if params.get("remote_block_ids"):
             raise BadRequest(
                 f"kv_transfer_params names group {group!r} and block ids: blocks are of one "
@@ -206,7 +236,7 @@ class Requests:
             )
         if len(ready) > 1:
             names = ", ".join(topology.engine.engine_id for topology in ready)
-            raise Refused(
+            raise Conflict(
                 f"group {group!r} has {len(ready)} READY producers ({names}): name one as "
                 "remote_engine_id",
                 reason=Reason.IDENTITY_CONFLICT,
@@ -240,7 +270,7 @@ class Requests:
         wrong = {
             name: (params[name], value)
             for name, value in sealed.items()
-            if params.get(name) is not None and params[name] != value
+            if params.get(name) is not None and not _same(params[name], value)
         }
         if wrong:
             self._wrong(request_id, params, wrong)
@@ -249,8 +279,9 @@ class Requests:
             sealed |= {"remote_host": topology.engine.engine_id, "remote_port": 0}
         params.update(sealed)
         params["remote_generation"] = topology.engine.generation
-        params.setdefault("remote_request_id", request_id)
-        params.setdefault("remote_block_ids", ())
+        for name, value in (("remote_request_id", request_id), ("remote_block_ids", ())):
+            if params.get(name) is None:
+                params[name] = value
 
     def _wrong(self, request_id: str, params: Params, wrong: Mapping[str, tuple[Any, Any]]) -> None:
         engine_id = params["remote_engine_id"]
@@ -258,7 +289,7 @@ class Requests:
             f"{name} {given!r} instead of {value!r}" for name, (given, value) in wrong.items()
         )
         if self._settings.wrong_params == "refuse":
-            raise Refused(
+            raise Conflict(
                 f"kv_transfer_params say of {engine_id}: {listed}; leave them out, the sealed "
                 "topology has them, or set wrong_params to correct",
                 reason=Reason.LAYOUT_CONFLICT,
