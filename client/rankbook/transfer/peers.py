@@ -123,8 +123,9 @@ class PeerSide:
     @property
     def family(self) -> str:
         """Whose rules apply: NIXL pull, NIXL push, Mooncake, or none known."""
-        if self.connector_class:
-            return _FAMILIES.get(self.connector_class, "")
+        if self.connector_class in _FAMILIES:
+            return _FAMILIES[self.connector_class]
+        # A MultiConnector, or a class from outside, that publishes what a known one does.
         if self.handshake_format.startswith("vllm.nixl"):
             return _NIXL_BY_MODE.get(self.mode, "")
         if self.handshake_format.startswith("vllm.mooncake"):

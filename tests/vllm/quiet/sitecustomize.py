@@ -41,10 +41,28 @@ def _number_of_no_accelerator(module):
     module.current_device_index = lambda: ask() if module.is_available() else 0
 
 
+def _slow_stage(module):
+    """Makes the push of one stage slow: SLOW_STAGE is "pp_rank:seconds"."""
+    stage, _, seconds = os.environ["SLOW_STAGE"].partition(":")
+    push = module.NixlPushConnectorWorker._do_start_push_kv
+
+    def push_slowly(self, *args, **options):
+        from vllm.distributed.parallel_state import get_pp_group
+
+        if get_pp_group().rank_in_group == int(stage):
+            time.sleep(float(seconds))
+        push(self, *args, **options)
+
+    module.NixlPushConnectorWorker._do_start_push_kv = push_slowly
+
+
 _AFTER_IMPORT = {
     "nixl_cu12._api": _quiet_nixl,
     "torch.accelerator": _number_of_no_accelerator,
 }
+
+if "SLOW_STAGE" in os.environ:
+    _AFTER_IMPORT["vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker"] = _slow_stage
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

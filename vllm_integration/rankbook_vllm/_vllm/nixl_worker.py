@@ -8,6 +8,7 @@ thread only.
 from __future__ import annotations
 
 import importlib
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -26,6 +27,9 @@ __all__ = ["BookWorker", "WorkerHalf", "warming"]
 
 _REMEMBERED = 4096
 """Freed requests remembered, to tell a late registration from an early one."""
+
+_GIVEN_UP = math.inf
+"""Deadline of an orphan that vLLM has been told about."""
 
 warming = threading.local()
 """`on` in a thread that shakes hands in advance."""
@@ -232,8 +236,9 @@ def _orphan(worker: Any, over: Mapping[str, float]) -> None:
     for request_id, meta in worker._recving_metadata.items():
         engine_id = meta.remote.engine_id if meta.remote is not None else ""
         if engine_id in over and request_id not in worker._recving_transfers:
-            known = half.orphans.get(request_id, (engine_id, over[engine_id]))
-            half.orphans[request_id] = (engine_id, min(known[1], over[engine_id]))
+            _, at_s = half.orphans.get(request_id, (engine_id, over[engine_id]))
+            if at_s != _GIVEN_UP:
+                half.orphans[request_id] = (engine_id, over[engine_id])
     _give_up(worker)
 
 
@@ -245,7 +250,7 @@ def _give_up(worker: Any) -> None:
         if request_id not in worker._recving_metadata:
             del half.orphans[request_id]
         elif now >= at_s and request_id not in worker._recving_transfers:
-            del half.orphans[request_id]
+            half.orphans[request_id] = (engine_id, _GIVEN_UP)
             logger.error(
                 "rankbook: request %s fails: %s ended before it sent its KV", request_id, engine_id
             )
