@@ -285,7 +285,7 @@ class Pairs:
 
 def _why_over(made: Pairing, topology: Topology | None) -> str:
     if topology is None:
-        return "it is forgotten"
+        return ""  # a book that was lost knows nobody: no proof that a peer ended
     engine = topology.engine
     if engine.generation != made.generation:
         return f"start {engine.generation} (epoch {engine.epoch}) took over"
