@@ -315,14 +315,29 @@ def test_a_restarted_producer_is_asked_where_it_listens_now(
     consumer = make_consumer()
     book.tell(topology(stages.addresses))
     consumer.pull("r1")
-    stages.asked()
+    stages.answer(stages.asked())
+    assert consumer.wait("r1")
+    book.tell(topology(state=State.GONE))
     book.tell(topology(later_stages.addresses, generation="g2"))
-    assert not consumer.wait("r1")
-    consumer.errors.clear()
     consumer.pull("r2", generation="g2")
     later_stages.answer(later_stages.asked())
     assert consumer.wait("r2")
     assert stages.quiet()
+
+
+def test_a_start_that_was_replaced_alive_may_still_finish_what_it_was_asked(
+    book, make_consumer, stages, later_stages
+):
+    consumer = make_consumer()
+    book.tell(topology(stages.addresses))
+    consumer.pull("r1")
+    questions = stages.asked()
+    book.tell(topology(later_stages.addresses, generation="g2"))
+    consumer.pull("r2", generation="g2")
+    later_stages.answer(later_stages.asked())
+    assert consumer.wait("r2")
+    stages.answer(questions)
+    assert consumer.wait("r1")
 
 
 def test_a_pull_of_an_older_start_fails_and_nobody_is_asked(book, make_consumer, stages):

@@ -19,7 +19,7 @@ from rankbook_vllm.lookup import Answer
 from rankbook_vllm.requests import Requests
 from rankbook_vllm.seal import slot_name
 
-__all__ = ["FORMAT", "VERSION", "Listener", "MooncakeRequests", "addresses_of", "why_over"]
+__all__ = ["FORMAT", "VERSION", "Listener", "MooncakeRequests", "addresses_of", "is_dead"]
 
 FORMAT = "vllm.mooncake"
 """Handshake format of a worker that sends KV over Mooncake."""
@@ -124,24 +124,23 @@ def addresses_of(topology: Topology, protocol: str) -> dict[int, dict[int, str]]
     return found
 
 
-def why_over(generation: str, topology: Topology | None) -> str:
-    """Why nothing more comes from a start of a producer; empty while something may.
+def is_dead(generation: str, topology: Topology | None) -> bool:
+    """Whether nothing more can come from a start of a producer.
 
-    A producer that lapsed may be frozen or cut off and still write: its transfers
-    are left to vLLM's own deadline.
+    Only where its workers have ended for sure: one that lapsed, or that another
+    start replaced, may be frozen or cut off and still write. Its transfers are
+    left to vLLM's own deadline.
 
     Args:
         generation: The start.
         topology: The producer as the book has it now; None where it has none.
     """
-    if topology is None:
-        return "it is forgotten"
-    engine = topology.engine
-    if engine.generation != generation:
-        return f"start {engine.generation} (epoch {engine.epoch}) took over"
-    if engine.state is State.GONE and not engine.lapsed:
-        return "its workers have ended"
-    return ""
+    return (
+        topology is not None
+        and topology.engine.generation == generation
+        and topology.engine.state is State.GONE
+        and not topology.engine.lapsed
+    )
 
 
 class MooncakeRequests(Requests):

@@ -11,7 +11,7 @@ from rankbook.errors import BadRecord, BadRequest, Incompatible, Incomplete
 from rankbook.model import Engine, Handshake, Layout, Role, State, Topology
 from rankbook_vllm.config import Settings
 from rankbook_vllm.lookup import judge
-from rankbook_vllm.mooncake import FORMAT, Listener, MooncakeRequests, addresses_of, why_over
+from rankbook_vllm.mooncake import FORMAT, Listener, MooncakeRequests, addresses_of, is_dead
 from rankbook_vllm.record import Start, worker_record
 from rankbook_vllm.requests import Verdict
 
@@ -109,19 +109,20 @@ def test_context_parallel_ranks_are_refused_because_mooncake_cannot_tell_them_ap
 
 
 @pytest.mark.parametrize(
-    ("now", "over"),
+    ("now", "dead"),
     [
         (producer(worker(0), worker(1)), False),
         (producer(worker(0), state=State.DEGRADED), False),
         (producer(state=State.GONE), True),
         # Its process may be frozen, thaw, and write into blocks that were given away.
         (producer(state=State.GONE, lapsed=True), False),
-        (producer(worker(0), generation="g2", state=State.FORMING), True),
-        (None, True),
+        (producer(worker(0), generation="g2", state=State.FORMING), False),
+        (producer(generation="g2", state=State.GONE), False),
+        (None, False),
     ],
 )
-def test_a_start_is_over_when_nothing_of_it_can_write_any_more(now, over):
-    assert bool(why_over("g1", now)) is over
+def test_a_start_is_dead_when_nothing_of_it_can_write_any_more(now, dead):
+    assert is_dead("g1", now) is dead
 
 
 class Known:

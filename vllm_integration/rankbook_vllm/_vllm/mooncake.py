@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankbook.errors import RankbookError
-from rankbook.model import Handshake, Topology
+from rankbook.model import Handshake, State, Topology
 from rankbook_vllm._vllm.base import children, logger
 from rankbook_vllm._vllm.halves import BookScheduler, SchedulerHalf, become
 from rankbook_vllm.config import Settings
 from rankbook_vllm.handshake import Call, check_pair
 from rankbook_vllm.lookup import Use, Wait
-from rankbook_vllm.mooncake import Listener, MooncakeRequests, addresses_of, why_over
+from rankbook_vllm.mooncake import Listener, MooncakeRequests, addresses_of, is_dead
 from rankbook_vllm.peers import Outcome, PeerBook
 from rankbook_vllm.requests import transfer_tp_size
 
@@ -361,19 +361,21 @@ def _changed(worker: Any, engine_id: str, topology: Topology | None) -> None:
     """Ends what can bring nothing more. On the receiver's loop."""
     half: WorkerHalf = worker.rankbook
     known = half.known.get(engine_id)
-    if known is None:
-        return
-    if why_over(known.engine.generation, topology):
+    if known is not None and (
+        topology is None
+        or topology.engine.generation != known.engine.generation
+        or topology.engine.state is State.GONE
+    ):
         del half.known[engine_id]
         worker._remote_agents.pop(engine_id, None)
         worker._tp_size.pop(engine_id, None)
     for task, pull in tuple(half.pulls.items()):
-        why = why_over(pull.generation, topology) if pull.engine_id == engine_id else ""
-        if why:
+        if pull.engine_id == engine_id and is_dead(pull.generation, topology):
             worker._handle_failed_recv(
                 pull.metas,
                 list(pull.metas),
-                f"start {pull.generation} of {engine_id} was asked for it: {why}",
+                f"the workers of start {pull.generation} of {engine_id}, which was asked for "
+                "it, have ended",
             )
             task.cancel()
 
