@@ -1,0 +1,49 @@
+"""A pair that can never work is told so before NIXL is touched: pull from two stages."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from tests.vllm.engine import Refused
+from tests.vllm.truth import prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def pair(make_pair):
+    # vLLM itself starts both without a word, and fails every request in the handshake.
+    options = {"connector": "NixlConnector", "pp_size": 2}
+    with make_pair(**options, settings={"side_channel": False, "prewarm": True}) as made:
+        yield made
+
+
+def test_a_request_is_refused_with_the_rule_both_values_and_what_to_do(pair):
+    sent = time.monotonic()
+    with pytest.raises(Refused) as caught:
+        pair.ask(prompt(70))
+    assert caught.value.engine.startswith("decode")
+    assert time.monotonic() - sent < 10.0
+    log = pair.consumer.log.read_text()
+    said = f"{pair.producer.engine_id} cannot give KV to {pair.consumer.engine_id}"
+    assert said in log
+    refusal = next(line for line in log.splitlines() if said in line)
+    assert "PULL_PP_PRODUCER_UNSUPPORTED" in refusal
+    assert "producer has 2 pipeline stages" in refusal
+    assert "use NixlPushConnector on both sides" in refusal
+
+
+def test_it_was_said_before_any_request_where_workers_shake_hands_in_advance(pair):
+    log = pair.consumer.log.read_text()
+    early = log.index("no handshake in advance")
+    assert early < log.index("handshake_failed")
+    assert "use NixlPushConnector on both sides" in log[early : early + 1000]
+
+
+def test_nothing_of_it_reached_nixl_and_the_engines_go_on(pair):
+    log = pair.consumer.log.read_text()
+    assert "NIXL compatibility check passed" not in log
+    assert "Transfer plan" not in log
+    for engine in (pair.producer, pair.consumer):
+        assert engine.complete(list(prompt(33)), 4)["usage"]["completion_tokens"] == 4
