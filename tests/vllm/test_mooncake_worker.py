@@ -325,6 +325,20 @@ def test_a_restarted_producer_is_asked_where_it_listens_now(
     assert stages.quiet()
 
 
+def test_a_producer_that_published_other_addresses_is_asked_there(
+    book, make_consumer, stages, later_stages
+):
+    consumer = make_consumer()
+    book.tell(topology(stages.addresses))
+    consumer.pull("r1")
+    stages.answer(stages.asked())
+    assert consumer.wait("r1")
+    book.tell(topology(later_stages.addresses))
+    consumer.pull("r2")
+    later_stages.answer(later_stages.asked())
+    assert consumer.wait("r2")
+
+
 def test_a_start_that_was_replaced_alive_may_still_finish_what_it_was_asked(
     book, make_consumer, stages, later_stages
 ):
