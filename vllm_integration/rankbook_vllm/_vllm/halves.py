@@ -81,14 +81,16 @@ class BookScheduler:
         half = self.rankbook
         meta = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
         failed, half.failed = half.failed, {}
-        generations = {
-            receive.remote.engine_id: half.requests.generation(request_id)
-            for request_id, receive in meta.reqs_to_recv.items()
-        }
-        meta.rankbook = Orders(generations, failed)
+        meta.rankbook = Orders(self._generations(meta), failed)
         for registration in getattr(meta, "push_registrations", {}).values():
             registration["decode_generation"] = half.generation
         return meta
+
+    def _generations(self, meta: Any) -> dict[str, str]:
+        return {
+            receive.remote.engine_id: self.rankbook.requests.generation(request_id)
+            for request_id, receive in meta.reqs_to_recv.items()
+        }
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """vLLM's answer, with this start's generation for whoever reads the blocks."""

@@ -152,13 +152,12 @@ class MooncakeScheduler(BookScheduler):
             params["transfer_id"] = params.get("transfer_id") or str(request.request_id)
         super().on_new_request(request)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """vLLM's metadata, with each pull bound to the start of its producer."""
-        meta = super().build_connector_meta(scheduler_output)
+    def _generations(self, meta: Any) -> dict[str, str]:
+        # Pulls are by engine here, and each is bound by itself.
         for pulls in meta.reqs_to_recv.values():
             for request_id, pull in pulls.items():
                 pull.rankbook_generation = self.rankbook.requests.generation(request_id)
-        return meta
+        return {}
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """vLLM's answer; where blocks are kept, with all that a consumer needs to get them."""
