@@ -124,7 +124,10 @@ class WatchFold:
             for name in sorted(self._held):
                 self._release(name, response, events)
             for name in sorted(self._unconfirmed):
-                head = dataclasses.replace(self._known[name].head, state=State.GONE, present=0)
+                # That it is not there any more says nothing of how its workers ended.
+                head = dataclasses.replace(
+                    self._known[name].head, state=State.GONE, present=0, lapsed=True
+                )
                 self._remove(name, head, response.book_revision, response, events)
             self._unconfirmed.clear()
             self._synced = True

@@ -201,7 +201,9 @@ class PeerBook:
         with self._cond:
             # A view has the living only; who asks for a dead engine wants to be told so.
             self._gone.pop(engine.engine_id, None)
-            if event.type is EventType.REMOVED and engine.state is State.GONE:
+            # A book begun anew has no word on it: then the change is the book's, not its own.
+            told = event.revision == engine.revision
+            if event.type is EventType.REMOVED and engine.state is State.GONE and told:
                 self._gone[engine.engine_id] = event.topology
                 while len(self._gone) > _GONE_KEPT:
                     self._gone.popitem(last=False)
@@ -289,11 +291,10 @@ class PeerBook:
 
 def _too_late(engine_id: str, timeout_s: float, answer: Wait | None) -> DeadlineExceeded:
     why = f": {answer.why.message}" if answer else ""
-    return DeadlineExceeded(
-        f"waited {timeout_s:g} s for {engine_id}{why}",
-        metadata={"engine_id": engine_id, "timeout_s": timeout_s}
-        | ({"why": answer.why.reason} if answer else {}),
-    )
+    about: dict[str, object] = {"engine_id": engine_id, "timeout_s": timeout_s}
+    if answer is not None:
+        about |= answer.why.metadata | {"why": answer.why.reason}
+    return DeadlineExceeded(f"waited {timeout_s:g} s for {engine_id}{why}", metadata=about)
 
 
 def _closed(engine_id: str) -> RankbookError:
