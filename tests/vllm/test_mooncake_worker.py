@@ -294,6 +294,21 @@ def test_pulls_of_a_producer_that_died_fail_at_once_and_leave_nothing(book, make
     assert consumer.worker._tp_size == {OWN: 1}
 
 
+def test_a_death_that_was_told_before_the_question_was_asked_ends_it_too(
+    book, make_consumer, stages
+):
+    consumer = make_consumer()
+    book.tell(topology(stages.addresses))
+    consumer.pull("r1")
+    stages.answer(stages.asked())
+    assert consumer.wait("r1")
+    judge = book.judge
+    book.judge = lambda *args: (judge(*args), book.tell(topology(state=State.GONE)))[0]
+    consumer.pull("r2")
+    assert not consumer.wait("r2")
+    assert consumer.worker.rankbook.pulls == {}
+
+
 def test_a_producer_that_lapsed_may_still_write_so_its_pull_is_left_alone(
     book, make_consumer, stages
 ):

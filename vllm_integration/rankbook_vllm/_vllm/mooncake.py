@@ -244,14 +244,18 @@ class MooncakeWorker:
     ) -> None:
         """vLLM's question to one worker; ended when the worker is gone."""
         half = self.rankbook
-        engine_id = next(iter(pull_metas.values())).remote_engine_id
-        topology = half.known.get(engine_id)
+        first = next(iter(pull_metas.values()))
+        asked = getattr(first, "rankbook_asked", "")
         task = asyncio.current_task()
-        if topology is None or task is None:  # a peer without rankbook
+        if not asked or task is None:  # a peer without rankbook
             await super().receive_kv_from_single_worker(worker_addr, pull_metas)  # type: ignore[misc]
             return
-        half.pulls[task] = _Pull(engine_id, topology.engine.generation, pull_metas)
+        pull = half.pulls[task] = _Pull(first.remote_engine_id, asked, pull_metas)
         try:
+            # The book may have said so before there was a pull to end.
+            if is_dead(asked, half.book.get(pull.engine_id)):
+                _give_up(self, pull)
+                return
             await super().receive_kv_from_single_worker(worker_addr, pull_metas)  # type: ignore[misc]
         finally:
             half.pulls.pop(task, None)
@@ -285,13 +289,13 @@ def _is_foreign(half: WorkerHalf, metas: Mapping[str, Any]) -> bool:
 
 
 async def _learn(worker: Any, engine_id: str, generation: str, metas: dict[str, Any]) -> None:
-    """Waits for the producer, and for this engine itself: pairs are compared as published."""
+    """Waits for this engine itself, as pairs are compared as published, then for the producer."""
     half: WorkerHalf = worker.rankbook
     try:
-        peer = await _when(half, engine_id, generation)
         own = half.book.get(worker.engine_id)
         if own is None or not own.workers:
             own = await _when(half, worker.engine_id, "")
+        peer = await _when(half, engine_id, generation)
         layout = peer.engine.layout
         check_pair(
             own,
@@ -316,6 +320,8 @@ async def _learn(worker: Any, engine_id: str, generation: str, metas: dict[str, 
 
 
 def _receive(worker: Any, peer: Topology, metas: dict[str, Any]) -> None:
+    for meta in metas.values():
+        meta.rankbook_asked = peer.engine.generation
     try:
         worker.receive_kv(peer.engine.engine_id, metas)
     except (AssertionError, LookupError) as error:
@@ -370,13 +376,17 @@ def _changed(worker: Any, engine_id: str, topology: Topology | None) -> None:
         worker._tp_size.pop(engine_id, None)
     for task, pull in tuple(half.pulls.items()):
         if pull.engine_id == engine_id and is_dead(pull.generation, topology):
-            worker._handle_failed_recv(
-                pull.metas,
-                list(pull.metas),
-                f"the workers of start {pull.generation} of {engine_id}, which was asked for "
-                "it, have ended",
-            )
+            _give_up(worker, pull)
             task.cancel()
+
+
+def _give_up(worker: Any, pull: _Pull) -> None:
+    worker._handle_failed_recv(
+        pull.metas,
+        list(pull.metas),
+        f"the workers of start {pull.generation} of {pull.engine_id}, which was asked for it, "
+        "have ended",
+    )
 
 
 # --------------------------------------------------------------------- extending
