@@ -27,8 +27,8 @@ WAYS = list(itertools.permutations(ENGINES, 2))
 
 
 @pytest.fixture(scope="module")
-def engines(start_engine, registry) -> dict[str, Engine]:
-    """The three, serving."""
+def engines(truth, start_engine, registry) -> dict[str, Engine]:
+    """The three, serving; after `truth`, whose engine would make it four."""
     started = {
         engine_id: start_engine(
             connector="BookConnector",
