@@ -25,7 +25,7 @@ pytest.register_assert_rewrite("tests.vllm.pair_claims")
 
 ENGINES = pytest.StashKey[list[Engine]]()
 WATCH = pytest.StashKey[StarvationWatch]()
-LOGS_KEPT = 5
+LOGS_KEPT = 10
 """Runs with a failure whose logs are kept."""
 LOGS_SHOWN = 4
 """Engines whose logs' ends a failure shows: a pair, and one that was started again."""
@@ -48,9 +48,12 @@ def ended_by_signal() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def logs(request: pytest.FixtureRequest) -> Iterator[Path]:
+def logs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """Where the engines of this run write; kept when a test failed."""
-    kept = request.config.cache.mkdir("vllm-logs")
+    cache = getattr(request.config, "cache", None)  # not there with -p no:cacheprovider
+    kept = cache.mkdir("vllm-logs") if cache else tmp_path_factory.mktemp("vllm-logs")
     for old in sorted(kept.iterdir())[: 1 - LOGS_KEPT]:
         shutil.rmtree(old)
     folder = kept / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -155,6 +155,21 @@ class Metrics:
             if all(sample.labels.get(label) == value for label, value in labels.items())
         )
 
+    def counters(self, prefix: str) -> dict[str, float]:
+        """The counters whose names begin so, each summed over its labels.
+
+        Raises:
+            KeyError: There is none.
+        """
+        names = {
+            sample.name
+            for sample in self._samples
+            if sample.name.startswith(prefix) and sample.name.endswith("_total")
+        }
+        if not names:
+            raise KeyError(prefix)
+        return {name: self.total(name) for name in sorted(names)}
+
 
 class Engine:
     """A vLLM API server with its engine core and workers.

@@ -328,19 +328,12 @@ class Pair:
 
     def failures(self) -> dict[str, float]:
         """What NIXL counted as failed, by engine and counter; only what is not 0."""
-        counters = [
-            "failed_transfers",
-            "failed_notifications",
-            "kv_expired_reqs",
-            "notifications_after_expiry",
-        ]
-        found = {}
-        for engine in (self.producer, self.consumer):
-            metrics = engine.metrics()
-            for counter in counters:
-                if count := metrics.total(f"vllm:nixl_num_{counter}_total"):
-                    found[f"{engine} {counter}"] = count
-        return found
+        return {
+            f"{engine} {name}": count
+            for engine in (self.producer, self.consumer)
+            for name, count in engine.metrics().counters("vllm:nixl_num_").items()
+            if count
+        }
 
     def wait_blocks_free(self, timeout_s: float = 10.0) -> dict[Side, float]:
         """The part of each side's blocks that is in use, once none is or after `timeout_s`."""

@@ -8,7 +8,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def pair(truth, make_pair):
-    with make_pair(connector="NixlConnector", pp_size=1) as made:
+    settings = {"side_channel": False}
+    with make_pair(connector="NixlConnector", pp_size=1, settings=settings) as made:
         yield made
 
 

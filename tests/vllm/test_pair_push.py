@@ -20,9 +20,17 @@ STARTS = int(os.environ.get("RANKBOOK_STARTS", "3"))
     params=["2,2", *(f"3,1 start {number}" for number in range(1, STARTS + 1))],
 )
 def pair(request, truth, make_pair):
-    """A pair with an even split, then pairs with one that nothing gets right by dividing."""
+    """A pair with an even split, then pairs with one that nothing gets right by dividing.
+
+    vLLM's own listeners are kept in the first only: the others have the book.
+    """
     partition = request.param.partition(" ")[0]
-    with make_pair(connector="NixlPushConnector", pp_size=2, partition=partition) as made:
+    with make_pair(
+        connector="NixlPushConnector",
+        pp_size=2,
+        partition=partition,
+        settings={"side_channel": partition == "2,2"},
+    ) as made:
         yield made
 
 
