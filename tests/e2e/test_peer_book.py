@@ -432,6 +432,31 @@ def test_closing_answers_waiters_and_leaves_no_thread(peer_book, rankbookd, made
     book.close()
 
 
+def test_everyone_is_answered_once_though_the_copy_closes_meanwhile(
+    peer_book, client, made, engine_id, shared_rankbookd
+):
+    publish(client, made, engine_id)
+    book, answers = follows(made, peer_book(shared_rankbookd)), queue.Queue()
+    asked, begun = 50, threading.Barrier(5)
+
+    def ask(who):
+        begun.wait(10)
+        for number in range(asked):
+            name = engine_id if number % 2 else "nobody"
+            book.when(name, "", 60, lambda _, key=(who, number): answers.put(key))
+
+    threads = [threading.Thread(target=ask, args=(who,)) for who in range(4)]
+    for thread in threads:
+        thread.start()
+    begun.wait(10)
+    book.close()
+    for thread in threads:
+        thread.join(10)
+    got = [answers.get(timeout=5) for _ in range(4 * asked)]
+    assert sorted(got) == [(who, number) for who in range(4) for number in range(asked)]
+    assert answers.empty()
+
+
 def test_a_closed_copy_answers_at_once_and_does_not_start_again(peer_book, shared_rankbookd, made):
     before = ours()
     book, outcomes = peer_book(shared_rankbookd), Outcomes()

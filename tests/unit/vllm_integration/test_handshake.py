@@ -354,6 +354,24 @@ def test_one_that_lapsed_and_is_known_to_have_ended_later_is_dead_from_then_on(b
     assert pairs.over()[PRODUCER] == clock.now_s
 
 
+def test_workers_that_ended_stay_so_when_another_start_takes_their_place(book, pairs, clock):
+    paired(book, pairs)
+    ended_s = clock.now_s
+    book.put(engine(state=State.GONE))
+    clock.now_s += 5
+    book.put(engine(generation="g2", epoch=2))
+    assert pairs.over()[PRODUCER] == ended_s
+
+
+def test_the_end_of_one_pairing_is_not_that_of_the_next(book, pairs, clock):
+    paired(book, pairs)
+    book.put(engine(state=State.GONE))
+    clock.now_s += 5
+    book.put(engine(generation="g3", epoch=3))
+    pairs.made(engine(generation="g2", epoch=2))
+    assert pairs.over()[PRODUCER] == clock.now_s + LEASE_S
+
+
 def test_many_engines_that_come_and_go_leave_nothing(book, pairs):
     def held():
         return sum(len(value) for value in vars(pairs).values() if isinstance(value, dict))
