@@ -102,6 +102,11 @@ def engine(
     return Topology(Engine(**(whole | changes)), workers, statuses)
 
 
+def consumer(engine_id: str = "decode-a-0", **changes: Any) -> Topology:
+    """An engine that takes KV."""
+    return engine(engine_id, **({"role": Role.CONSUMER, "payload": b"decode"} | changes))
+
+
 @dataclasses.dataclass
 class Waiting:
     """Who asked to be called."""
