@@ -141,7 +141,8 @@ class PeerBook:
         self, engine_id: str, generation: str, timeout_s: float, done: Callable[[Outcome], None]
     ) -> None:
         """Calls `done` once, on this book's thread: with the topology as soon as it may
-        be used, else with the reason why not. Returns at once.
+        be used, else with the reason why not. Returns at once. After `close` the answer
+        comes on the caller's thread, before this returns.
 
         Args:
             engine_id: The peer.

@@ -18,6 +18,7 @@ from rankbook.errors import (
     BadRequest,
     Conflict,
     DeadlineExceeded,
+    Gone,
     NotFound,
     RankbookError,
     Reason,
@@ -162,6 +163,16 @@ class Requests:
             return self._fail(request_id, error)
         self.counts["resolved"] += 1
         return self._go(request_id, params, answer.topology.engine.generation)
+
+    def recheck(self, request_id: str) -> Verdict:
+        """Asks the book again about a request that went on, before its KV is asked for: its
+        producer may be dead by now, or another start, which has no such blocks."""
+        if request_id in self._gone_on and request_id not in self._failed:
+            engine_id, generation = self._gone_on[request_id]
+            answer = self._book.judge(engine_id, generation) if generation else None
+            if isinstance(answer, Refuse) and isinstance(answer.why, Gone):
+                return self._fail(request_id, answer.why)
+        return Verdict.FAIL if request_id in self._failed else Verdict.GO
 
     def error(self, request_id: str) -> RankbookError | None:
         """Why the request failed; None where it did not."""

@@ -344,6 +344,57 @@ def test_a_registry_that_is_away_leaves_the_last_word(book, requests_of):
     assert requests.ask("newer", least(remote_generation="g2")) is Verdict.LATER
 
 
+# ------------------------------------------------------------- asked again, before a read
+
+
+@pytest.mark.parametrize(
+    "now", [engine(state=State.GONE), engine(generation="g2", epoch=2)], ids=["dead", "restarted"]
+)
+def test_a_producer_that_died_since_ends_a_request_that_went_on(book, requests_of, now):
+    book.put(engine())
+    requests = requests_of()
+    requests.ask("r", least())
+    assert requests.recheck("r") is Verdict.GO
+    book.put(now)
+    assert requests.recheck("r") is Verdict.FAIL
+    assert isinstance(requests.error("r"), Gone)
+    # It stays so, and is said once.
+    book.put(engine())
+    assert requests.recheck("r") is requests.ask("r", least()) is Verdict.FAIL
+    assert requests.counts["refused"] == 1
+    # vLLM has it: what it holds of it is its own to give back.
+    assert requests.forget("r")
+    assert nothing_left(requests)
+
+
+@pytest.mark.parametrize("state", [State.DEGRADED, State.DRAINING, State.COMPLETE])
+def test_a_producer_that_may_come_back_ends_nothing_that_went_on(book, requests_of, state):
+    book.put(engine())
+    requests = requests_of()
+    requests.ask("r", least())
+    book.put(engine(state=state))
+    assert requests.recheck("r") is Verdict.GO
+
+
+def test_a_book_that_was_lost_or_is_old_ends_nothing_that_went_on(book, requests_of):
+    book.put(engine())
+    requests = requests_of()
+    requests.ask("r", least())
+    book.current = False
+    book.put(engine(generation="g2", epoch=2))
+    assert requests.recheck("r") is Verdict.GO
+    book.forget(ENGINE)
+    book.current = True
+    assert requests.recheck("r") is Verdict.GO
+
+
+def test_a_foreign_producer_is_not_asked_about_again(book, requests_of):
+    requests = requests_of()
+    requests.ask("r", least(remote_host="10.0.0.9", remote_port=5600, tp_size=1))
+    book.put(engine(state=State.GONE))
+    assert requests.recheck("r") is Verdict.GO
+
+
 # -------------------------------------------------------------------------- groups
 
 
