@@ -307,9 +307,9 @@ def test_look_ups_go_on_while_the_registry_is_away_and_waits_after_it_is_back(
     assert isinstance(book.judge("old", "g1"), Use)
     assert book.wait("old", "g1", timeout_s=5).engine.engine_id == "old"
     assert isinstance(book.judge("old", "g2"), Wait)
-    slowest = max(_seconds(lambda: book.judge("old", "g1")) for _ in range(1000))
-    # A step loop must not be held up.
-    assert slowest < 0.01
+    took = sorted(_seconds(lambda: book.judge("old", "g1")) for _ in range(1000))
+    # A step loop must not be held up; a busy machine may take the processor away now and then.
+    assert took[990] < 0.01
     outcomes, newer = Outcomes(), Outcomes()
     book.when("new", "", 60, outcomes)
     book.when("old", "g2", 60, newer)
