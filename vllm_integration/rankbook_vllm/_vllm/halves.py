@@ -21,7 +21,7 @@ class Orders:
     """What the engine core tells its workers beside NIXL's own metadata; pickled."""
 
     generations: dict[str, str] = field(default_factory=dict)
-    """The start that each peer is used of."""
+    """The producer's start that each request is of, by request."""
     failed: dict[str, Any] = field(default_factory=dict)
     """Local block ids of requests that cannot get their KV."""
 
@@ -54,12 +54,14 @@ class BookScheduler:
         """vLLM's answer; "ask me again" while the producer is not there yet."""
         half = self.rankbook
         if _takes(request):
-            known = half.requests.went_on(_id(request))
-            verdict = half.requests.ask(_id(request), request.kv_transfer_params)
-            if verdict is Verdict.LATER:
-                return None, False
-            if verdict is Verdict.GO and not known:
-                super().on_new_request(request)  # type: ignore[misc]
+            if half.requests.went_on(_id(request)):
+                half.requests.recheck(_id(request))
+            else:
+                verdict = half.requests.ask(_id(request), request.kv_transfer_params)
+                if verdict is Verdict.LATER:
+                    return None, False
+                if verdict is Verdict.GO:
+                    super().on_new_request(request)  # type: ignore[misc]
         return super().get_num_new_matched_tokens(  # type: ignore[misc]
             request, num_computed_tokens
         )
@@ -82,15 +84,17 @@ class BookScheduler:
         meta = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
         failed, half.failed = half.failed, {}
         meta.rankbook = Orders(self._generations(meta), failed)
-        for registration in getattr(meta, "push_registrations", {}).values():
+        for request_id, registration in getattr(meta, "push_registrations", {}).items():
             registration["decode_generation"] = half.generation
+            registration["remote_generation"] = half.requests.generation(request_id)
         return meta
 
     def _generations(self, meta: Any) -> dict[str, str]:
-        return {
-            receive.remote.engine_id: self.rankbook.requests.generation(request_id)
-            for request_id, receive in meta.reqs_to_recv.items()
+        generations = {
+            request_id: self.rankbook.requests.generation(request_id)
+            for request_id in meta.reqs_to_recv
         }
+        return {request_id: start for request_id, start in generations.items() if start}
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """vLLM's answer, with this start's generation for whoever reads the blocks."""

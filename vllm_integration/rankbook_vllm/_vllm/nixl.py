@@ -80,7 +80,8 @@ def extend_worker(worker: Any, settings: Settings, book: PeerBook) -> WorkerHalf
     )
     become(worker, BookWorker)
     if settings.prewarm:
-        book.on_change(lambda engine_id, _: _warm(worker, engine_id))
+        half.warm = lambda engine_id: _warm(worker, engine_id)
+        book.on_change(lambda engine_id, _: half.warm(engine_id))
     return half
 
 
@@ -105,11 +106,12 @@ def _is_nixl(part: Any, module: str, name: str) -> bool:
 def _warm(worker: Any, engine_id: str) -> None:
     """Shakes hands with a peer that has become READY, before a request asks.
 
-    Runs on the book's thread. When this engine itself becomes known, with all.
+    Runs on the book's thread, and on the main one when an old pairing was dropped. When
+    this engine itself becomes known, with all.
     """
     half: WorkerHalf = worker.rankbook
     own = half.book.get(worker.engine_id)
-    if own is None or not own.workers:
+    if own is None or not own.workers or own.engine.asleep:
         return
     if engine_id == worker.engine_id:
         for topology in half.book.engines():
@@ -117,16 +119,18 @@ def _warm(worker: Any, engine_id: str) -> None:
                 _warm(worker, topology.engine.engine_id)
         return
     peer = half.book.get(engine_id)
-    if peer is None or peer.engine.state is not State.READY or engine_id in worker._remote_agents:
+    if peer is None or peer.engine.state is State.GONE:
+        half.warmed.pop(engine_id, None)
+        return
+    if peer.engine.state is not State.READY or engine_id in worker._remote_agents:
         return
     push = worker._TRANSFER_MODE == "push"
     consumes = own.engine.role is not Role.PRODUCER and peer.engine.role is not Role.CONSUMER
     if not consumes and not (push and peer.engine.role is not Role.PRODUCER):
         return
-    key = (engine_id, peer.engine.generation)
-    if key in half.warmed:
+    if half.warmed.get(engine_id) == peer.engine.generation:
         return
-    half.warmed.add(key)
+    half.warmed[engine_id] = peer.engine.generation
     call = Call(
         engine_id,
         transfer_tp_size(peer),

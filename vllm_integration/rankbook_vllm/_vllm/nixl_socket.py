@@ -11,17 +11,18 @@ import contextlib
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from rankbook.errors import Unavailable
 from rankbook.model import Topology
+from rankbook_vllm._vllm.base import logger
 from rankbook_vllm._vllm.seams import NIXL
 from rankbook_vllm.handshake import payloads_of
 
-__all__ = ["answer_from_book", "shake"]
+__all__ = ["answer_from_book", "shake", "take_back"]
 
 _PER_ENGINE = (
     "kv_caches_base_addr",
@@ -31,6 +32,7 @@ _PER_ENGINE = (
     "dst_uses_region_group_mapping",
     "dst_region_mem_types",
     "tp_mappings",
+    "draft_tp_mappings",
 )
 """vLLM's tables by engine that a handshake fills, beside agents and handles."""
 
@@ -108,24 +110,33 @@ def shake(worker: Any, topology: Topology, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except BaseException:
-        _take_back(worker, topology.engine.engine_id, agents)
+        take_back(worker, topology.engine.engine_id, agents)
         raise
     finally:
         _local.socket = None
         worker.nixl_wrapper.add_remote_agent = add
 
 
-def _take_back(worker: Any, engine_id: str, agents: list[str]) -> None:
-    """Leaves nothing of a failed handshake in vLLM's tables: a later one must start clean."""
+def take_back(worker: Any, engine_id: str, agents: Iterable[str]) -> None:
+    """Leaves nothing of a handshake in vLLM's tables: a later one must start clean. What
+    NIXL does not give back is lost, since nobody holds it any more. Never raises."""
+    release = worker.nixl_wrapper.release_dlist_handle
+    remove = worker.nixl_wrapper.remove_remote_agent
     for handle in worker.dst_xfer_side_handles.pop(engine_id, {}).values():
-        worker.nixl_wrapper.release_dlist_handle(handle)
+        _try(release, handle)
     for name in _PER_ENGINE:
         table = getattr(worker, name, None)
         if table is not None:
             table.pop(engine_id, None)
     forget = getattr(worker.transfer_topo, "unregister_remote_engine", None)
     if forget is not None:
-        forget(engine_id)
+        _try(forget, engine_id)
     for agent in agents:
-        with contextlib.suppress(Exception):
-            worker.nixl_wrapper.remove_remote_agent(agent)
+        _try(remove, agent)
+
+
+def _try(give_back: Callable[[Any], Any], what: Any) -> None:
+    try:
+        give_back(what)
+    except Exception as error:  # noqa: BLE001 - NIXL has errors of its own
+        logger.warning("rankbook: NIXL did not give %r back: %s", what, error)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import importlib
 import math
+import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rankbook_vllm._vllm.base import logger
 from rankbook_vllm._vllm.halves import Orders
+from rankbook_vllm._vllm.nixl_socket import take_back
 from rankbook_vllm._vllm.seams import NIXL
 from rankbook_vllm.config import Settings
 from rankbook_vllm.handshake import Pairs
@@ -40,6 +42,7 @@ class _Held:
     """A request that waits for an old pairing of its peer to be let go."""
 
     engine_id: str
+    generation: str
     deadline_s: float
     receive: Any
     registration: Any
@@ -61,8 +64,10 @@ class WorkerHalf:
         """Requests that wait for a start that is over: its engine, and until when."""
         self.pushes: dict[str, str] = {}
         """The consumer that each push under way goes to."""
-        self.warmed: set[tuple[str, str]] = set()
-        """Peers that were shaken hands with in advance, by start."""
+        self.warmed: dict[str, str] = {}
+        """The start of each peer that was last shaken hands with in advance."""
+        self.warm: Callable[[str], None] = lambda _: None
+        """Shakes hands with a peer in advance, where that is wanted."""
         self.freed: OrderedDict[str, str] = OrderedDict()
         """Requests whose blocks were freed: producer's id by the id both sides share."""
 
@@ -78,10 +83,11 @@ class BookWorker:
         """Carries out the engine core's orders, then vLLM's. Main thread; never waits."""
         half = self.rankbook
         orders = getattr(metadata, "rankbook", None) or Orders()
-        for engine_id, generation in orders.generations.items():
-            half.pairs.bind(engine_id, generation)
         for request_id, block_ids in orders.failed.items():
             _fail(self, request_id, block_ids)
+        for request_id in metadata.reqs_in_batch:
+            half.freed.pop(_shared_id(request_id), None)  # a client may use an id again
+        _bind(self, metadata, orders.generations)
         _let_go(self)
         _hold(self, metadata)
         super().start_load_kv(metadata)  # type: ignore[misc]
@@ -95,6 +101,7 @@ class BookWorker:
 
     def get_finished(self) -> Any:
         """The same in vLLM 0.28, which has no transfer results."""
+        _forget_unknown_failures(self)
         finished = super().get_finished()  # type: ignore[misc]
         _note_freed(self, finished[0])
         _let_go(self)
@@ -105,23 +112,42 @@ class BookWorker:
         if not getattr(warming, "on", False):
             super()._evict_stale_engines()  # type: ignore[misc]
 
+    # ------------------------------------------------------------------ pull
+
+    def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        """Reads from the start that the block ids are of, from no other. A handshake
+        was waited for meanwhile."""
+        half = self.rankbook
+        engine_id = meta.remote.engine_id
+        generation = getattr(meta, "rankbook_generation", "")
+        if not _is_bound(half, engine_id, generation):
+            _refuse(self, req_id, meta)
+        elif engine_id in self._remote_agents and half.pairs.is_over(engine_id):  # type: ignore[attr-defined]
+            half.held[req_id] = _held(half, engine_id, meta, None)
+        else:
+            super()._read_blocks_for_req(req_id, meta)  # type: ignore[misc]
+
     # ------------------------------------------------------- push, its writer
 
     def _send_registration_to_p(self, req_id: str, reg_data: dict[str, Any]) -> None:
-        with self.rankbook.touching:
+        half = self.rankbook
+        engine_id = reg_data["remote_engine_id"]
+        with half.touching:
+            if not _is_bound(half, engine_id, str(reg_data.get("remote_generation") or "")):
+                _say_past(req_id, engine_id)
+                _report(self, req_id)
+                return
             super()._send_registration_to_p(req_id, reg_data)  # type: ignore[misc]
 
     def _do_start_push_kv(
         self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]
     ) -> None:
         half = self.rankbook
-        engine_id = registration_data["decode_engine_id"]
-        half.pairs.bind(engine_id, str(registration_data.get("decode_generation") or ""))
         with half.touching:
-            if half.pairs.is_over(engine_id):
+            if _must_wait(half, registration_data):
                 half.parked.append((request_id, local_block_ids, registration_data))
                 return
-            half.pushes[request_id] = engine_id
+            half.pushes[request_id] = registration_data["decode_engine_id"]
             super()._do_start_push_kv(  # type: ignore[misc]
                 request_id, local_block_ids, registration_data
             )
@@ -176,7 +202,87 @@ def _fail(worker: Any, request_id: str, block_ids: Any) -> None:
     if hasattr(entry, "awaiting_kvs"):
         entry.awaiting_kvs = True
     worker._recving_metadata.setdefault(request_id, entry)
-    worker._failed_recv_reqs.put(request_id)
+    _report(worker, request_id)
+
+
+def _report(worker: Any, request_id: str) -> None:
+    """Tells vLLM that the KV of a request which it expects does not come."""
+    if hasattr(worker, "_recv_failures"):
+        worker._failed_recv_reqs.put(request_id)
+    else:
+        # vLLM 0.28: what is only in the queue counts as received, garbage and all.
+        worker._handle_failed_transfer(request_id, None)
+
+
+def _forget_unknown_failures(worker: Any) -> None:
+    """vLLM 0.28 ends a worker for a failure of a request that it has already reported."""
+    if hasattr(worker, "_recv_failures"):
+        return
+    inbox: queue.Queue[str] = worker._failed_recv_reqs
+    for _ in range(inbox.qsize()):
+        request_id = inbox.get_nowait()  # nobody else takes any
+        if request_id in worker._recving_metadata:
+            inbox.put(request_id)
+
+
+def _is_awaited(receive: Any) -> bool:
+    """Whether the engine core waits for it. It dies of hearing about another: one that
+    has all its KV, or was aborted, is here only so that its producer is told."""
+    return bool(getattr(receive, "awaiting_kvs", False)) or any(receive.local_block_ids)
+
+
+def _refuse(worker: Any, request_id: str, receive: Any) -> None:
+    """Fails a request of a start that is over."""
+    _say_past(request_id, receive.remote.engine_id)
+    if _is_awaited(receive):
+        _fail(worker, request_id, receive.local_block_ids)
+
+
+def _say_past(request_id: str, engine_id: str) -> None:
+    logger.error(
+        "rankbook: request %s fails: its blocks went with the last start of %s; prefill again",
+        request_id,
+        engine_id,
+    )
+
+
+def _bind(worker: Any, metadata: Any, generations: Mapping[str, str]) -> None:
+    """Binds each request to its producer's start. The engine core asked the book just now:
+    the last request of a producer names its newest start."""
+    half: WorkerHalf = worker.rankbook
+    for request_id, generation in generations.items():
+        receive = metadata.reqs_to_recv[request_id]
+        receive.rankbook_generation = generation
+        half.pairs.bind(receive.remote.engine_id, generation)
+    for request_id, generation in generations.items():
+        receive = metadata.reqs_to_recv[request_id]
+        if not _is_bound(half, receive.remote.engine_id, generation):
+            del metadata.reqs_to_recv[request_id]
+            getattr(metadata, "push_registrations", {}).pop(request_id, None)
+            _refuse(worker, request_id, receive)
+
+
+def _is_bound(half: WorkerHalf, engine_id: str, generation: str) -> bool:
+    """Whether the engine is used of this start; False where a later request named another:
+    this one must not read from there."""
+    if not half.pairs.bound(engine_id):
+        half.pairs.bind(engine_id, generation)  # the book had lost the engine
+    return not generation or half.pairs.bound(engine_id) == generation
+
+
+def _must_wait(half: WorkerHalf, registration: Mapping[str, Any]) -> bool:
+    """Whether a push must wait for what is held of its consumer's other start to go. Binds
+    the consumer to the start that asks, unless the book still has the other: then either
+    the book here is late, or who asks is dead."""
+    engine_id = registration["decode_engine_id"]
+    generation = str(registration.get("decode_generation") or "")
+    bound = half.pairs.bound(engine_id)
+    if generation and bound and bound != generation:
+        known = half.book.get(engine_id)
+        if known is not None and known.engine.generation == bound:
+            return True
+    half.pairs.bind(engine_id, generation)
+    return half.pairs.is_over(engine_id)
 
 
 def _busy(worker: Any, engine_id: str) -> bool:
@@ -193,39 +299,81 @@ def _busy(worker: Any, engine_id: str) -> bool:
 
 
 def _let_go(worker: Any) -> None:
-    """Drops pairings that are over and unused. Main thread."""
+    """Drops pairings that are over and unused. Main thread; what the writer holds now
+    waits for the next step."""
     half: WorkerHalf = worker.rankbook
     over = half.pairs.over()
     if half.orphans:
         _give_up(worker)
     if over:
         _orphan(worker, over)
-        if half.touching.acquire(blocking=False):
-            try:
-                for engine_id in over:
-                    if engine_id not in worker._remote_agents:
-                        if engine_id not in worker._handshake_futures:
-                            half.pairs.dropped(engine_id)
-                    elif not _busy(worker, engine_id):
-                        worker._cleanup_remote_engine(engine_id)
-                        half.pairs.dropped(engine_id)
-            finally:
-                half.touching.release()
-    if (half.parked or half.pushes) and half.touching.acquire(blocking=False):
+    if not (over or half.parked or half.pushes) or not half.touching.acquire(blocking=False):
+        return
+    try:
+        dropped = [engine_id for engine_id in over if _drop(worker, engine_id)]
+        again = _unpark(worker)
+        for request_id in tuple(half.pushes):
+            if (
+                request_id not in worker._reqs_to_send
+                and request_id not in worker._sending_transfers
+            ):
+                del half.pushes[request_id]
+    finally:
+        half.touching.release()
+    for push in again:
+        worker._deferred_push_inbox.put(push)
+    if again:
+        worker._push_writer_wake.set()
+    for engine_id in dropped:
         try:
-            parked, half.parked = half.parked, []
-            for request_id in tuple(half.pushes):
-                if (
-                    request_id not in worker._reqs_to_send
-                    and request_id not in worker._sending_transfers
-                ):
-                    del half.pushes[request_id]
-        finally:
-            half.touching.release()
-        for push in parked:
-            worker._deferred_push_inbox.put(push)
-        if parked:
-            worker._push_writer_wake.set()
+            half.warm(engine_id)
+        except Exception:  # noqa: BLE001 - a step loop that raises ends the worker
+            logger.exception("rankbook: no handshake in advance with %s", engine_id)
+
+
+def _drop(worker: Any, engine_id: str) -> bool:
+    """Drops what is held of a peer, if nothing uses it."""
+    half: WorkerHalf = worker.rankbook
+    with worker._handshake_lock:  # one that has just been made is in neither table
+        known = engine_id in worker._remote_agents
+        if not known and engine_id not in worker._handshake_futures:
+            half.pairs.dropped(engine_id)
+            return True
+    if not known or _busy(worker, engine_id):
+        return False
+    agents = tuple(worker._remote_agents[engine_id].values())
+    try:
+        worker._cleanup_remote_engine(engine_id)
+    except Exception:  # noqa: BLE001 - a step loop that raises ends the worker
+        logger.exception("rankbook: vLLM could not let go of %s", engine_id)
+        with worker._handshake_lock:
+            for name in ("_remote_agents", "_engine_last_active", "_engine_clock_offset"):
+                getattr(worker, name).pop(engine_id, None)
+        take_back(worker, engine_id, agents)
+    half.pairs.dropped(engine_id)
+    return True
+
+
+def _unpark(worker: Any) -> list[tuple[str, Any, dict[str, Any]]]:
+    """The pushes that need not wait any more; those whose blocks were freed are over: the
+    blocks may be another request's by now."""
+    half: WorkerHalf = worker.rankbook
+    parked, half.parked = half.parked, []
+    again = []
+    for push in parked:
+        request_id, _, registration = push
+        if request_id not in worker._reqs_to_send:
+            logger.error(
+                "rankbook: request %s is not sent to %s: its blocks were freed while it waited "
+                "for transfers of another start, or of one that is over",
+                request_id,
+                registration["decode_engine_id"],
+            )
+        elif _must_wait(half, registration):
+            half.parked.append(push)
+        else:
+            again.append(push)
+    return again
 
 
 def _orphan(worker: Any, over: Mapping[str, float]) -> None:
@@ -235,7 +383,7 @@ def _orphan(worker: Any, over: Mapping[str, float]) -> None:
     half: WorkerHalf = worker.rankbook
     for request_id, meta in worker._recving_metadata.items():
         engine_id = meta.remote.engine_id if meta.remote is not None else ""
-        if engine_id in over and request_id not in worker._recving_transfers:
+        if engine_id in over and request_id not in worker._recving_transfers and _is_awaited(meta):
             _, at_s = half.orphans.get(request_id, (engine_id, over[engine_id]))
             if at_s != _GIVEN_UP:
                 half.orphans[request_id] = (engine_id, over[engine_id])
@@ -254,7 +402,17 @@ def _give_up(worker: Any) -> None:
             logger.error(
                 "rankbook: request %s fails: %s ended before it sent its KV", request_id, engine_id
             )
-            worker._failed_recv_reqs.put(request_id)
+            _report(worker, request_id)
+
+
+def _held(half: WorkerHalf, engine_id: str, receive: Any, registration: Any) -> _Held:
+    return _Held(
+        engine_id,
+        getattr(receive, "rankbook_generation", ""),
+        time.monotonic() + half.settings.peer_timeout_s,
+        receive,
+        registration,
+    )
 
 
 def _hold(worker: Any, metadata: Any) -> None:
@@ -265,14 +423,14 @@ def _hold(worker: Any, metadata: Any) -> None:
     for request_id, meta in tuple(metadata.reqs_to_recv.items()):
         engine_id = meta.remote.engine_id if meta.remote is not None else ""
         if engine_id and half.pairs.is_over(engine_id):
-            half.held[request_id] = _Held(
-                engine_id,
-                now + half.settings.peer_timeout_s,
-                metadata.reqs_to_recv.pop(request_id),
-                registrations.pop(request_id, None),
-            )
+            del metadata.reqs_to_recv[request_id]
+            registration = registrations.pop(request_id, None)
+            half.held[request_id] = _held(half, engine_id, meta, registration)
     for request_id, held in tuple(half.held.items()):
-        if not half.pairs.is_over(held.engine_id):
+        if not _is_bound(half, held.engine_id, held.generation):
+            del half.held[request_id]
+            _refuse(worker, request_id, held.receive)
+        elif not half.pairs.is_over(held.engine_id):
             del half.held[request_id]
             metadata.reqs_to_recv[request_id] = held.receive
             if held.registration is not None:
@@ -286,4 +444,5 @@ def _hold(worker: Any, metadata: Any) -> None:
                 held.engine_id,
                 half.settings.peer_timeout_s,
             )
-            _fail(worker, request_id, held.receive.local_block_ids)
+            if _is_awaited(held.receive):
+                _fail(worker, request_id, held.receive.local_block_ids)

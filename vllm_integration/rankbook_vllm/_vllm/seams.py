@@ -30,7 +30,10 @@ METHODS: Mapping[tuple[str, str], Mapping[str, tuple[str, ...]]] = {
         "_do_start_push_kv": ("request_id", "local_block_ids", "registration_data"),
         "_handle_push_reg_notif": ("notif",),
     },
-    ("pull_worker", "NixlPullConnectorWorker"): {"start_load_kv": ("metadata",)},
+    ("pull_worker", "NixlPullConnectorWorker"): {
+        "start_load_kv": ("metadata",),
+        "_read_blocks_for_req": ("req_id", "meta"),
+    },
     ("base_scheduler", "NixlBaseConnectorScheduler"): {
         "on_new_request": ("request",),
         "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
@@ -49,6 +52,7 @@ ATTRIBUTES: Mapping[tuple[str, str], tuple[str, ...]] = {
         "dst_xfer_side_handles",
         "_handshake_initiation_executor",
         "_handshake_futures",
+        "_handshake_lock",
         "_remote_agents",
         "_recving_metadata",
         "_recving_transfers",
