@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from tests.vllm.engine import Refused
+from tests.vllm.engine import NoAnswer, Refused
 from tests.vllm.truth import prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 def pair(make_pair):
     # vLLM itself starts both without a word, and fails every request in the handshake.
     options = {"connector": "NixlConnector", "pp_size": 2}
-    with make_pair(**options, settings={"side_channel": False, "prewarm": True}) as made:
+    with make_pair(
+        **options, settings={"side_channel": False, "prewarm": True, "peer_timeout_s": 2}
+    ) as made:
         yield made
 
 
@@ -47,3 +49,32 @@ def test_nothing_of_it_reached_nixl_and_the_engines_go_on(pair):
     assert "Transfer plan" not in log
     for engine in (pair.producer, pair.consumer):
         assert engine.complete(list(prompt(33)), 4)["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_engine_id": None},
+        {"remote_engine_id": ""},
+        {"remote_engine_id": 7},
+        {"remote_engine_id": ["a", "list"]},
+        {"remote_engine_id": {"an": "object"}},
+        {"remote_generation": 7},
+        {"remote_generation": "another start"},
+        {"remote_block_ids": None},
+        {"remote_request_id": None},
+        {"remote_request_id": ["a", "list"]},
+        {"group": "nobody"},
+        {"remote_engine_id": None, "remote_block_ids": None, "group": "nobody"},
+        {"remote_engine_id": None, "group": ["a", "list"]},
+        {"tp_size": "four", "pp_size": -1, "dcp_size": None},
+        {"remote_host": 5, "remote_port": "many"},
+        {"do_remote_prefill": "yes"},
+    ],
+    ids=str,
+)
+def test_no_parameters_of_a_request_end_an_engine(pair, change):
+    with pytest.raises((Refused, NoAnswer)):
+        pair.ask(prompt(70), change_params=lambda params: {**params, **change}, timeout_s=30)
+    again = pair.consumer.complete(list(prompt(33)), 2)
+    assert again["usage"]["completion_tokens"] == 2

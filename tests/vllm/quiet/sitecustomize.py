@@ -14,6 +14,7 @@ without an accelerator torch raises. It gets 0 instead. Nothing else of Mooncake
 is touched: what moves, moves.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import os
@@ -46,6 +47,7 @@ def _slow_stage(module):
     stage, _, seconds = os.environ["SLOW_STAGE"].partition(":")
     push = module.NixlPushConnectorWorker._do_start_push_kv
 
+    @functools.wraps(push)  # the shim looks at its parameters
     def push_slowly(self, *args, **options):
         from vllm.distributed.parallel_state import get_pp_group
 
