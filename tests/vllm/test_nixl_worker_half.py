@@ -341,7 +341,11 @@ class Desk:
         self.pairs, self.nixl = self.half.pairs, self.worker.nixl_wrapper
         self.now_s = 1000.0
         self.pairs._clock = lambda: self.now_s
-        self.peer_role = Role.CONSUMER if own_role is Role.PRODUCER else Role.PRODUCER
+        self.peer_role = {
+            Role.PRODUCER: Role.CONSUMER,
+            Role.CONSUMER: Role.PRODUCER,
+            Role.BOTH: Role.BOTH,
+        }[own_role]
         self.own_role = own_role
         self.book.put(self.own())
 
@@ -617,6 +621,20 @@ def test_what_the_writer_holds_is_not_dropped_and_not_waited_for(consumer):
         assert desk.worker.cleaned == []
     desk.step()
     assert len(desk.worker.cleaned) == 1
+
+
+def test_a_fleet_that_starts_anew_is_let_go_one_at_a_step(producer):
+    desk = producer()
+    peers = [f"peer-{number}" for number in range(4)]
+    desk.book.put(*(desk.peer("g1", engine_id=one) for one in peers))
+    for one in peers:
+        desk.worker._ensure_handshake(one, one, 0, 1)
+    desk.settle()
+    desk.book.put(*(desk.peer("g2", engine_id=one) for one in peers))
+    for steps in range(1, 5):
+        desk.step()
+        assert len(desk.worker.cleaned) == steps
+    assert desk.empty()
 
 
 @both
@@ -1060,8 +1078,17 @@ def asked(desk):
         (Push, Role.PRODUCER, [(PEER, 1, False)]),
         (Pull, Role.CONSUMER, [(PEER, 1, False)]),
         (Pull, Role.PRODUCER, []),
+        (Push, Role.BOTH, [(PEER, 1, False)]),
+        (Pull, Role.BOTH, [(PEER, 1, False)]),
     ],
-    ids=["push consumes", "push produces", "pull consumes", "pull produces"],
+    ids=[
+        "push consumes",
+        "push produces",
+        "pull consumes",
+        "pull produces",
+        "push does both",
+        "pull does both",
+    ],
 )
 def test_hands_are_shaken_in_advance_by_whoever_will_need_it(kind, role, expected):
     desk = Desk(kind, role, prewarm=True)

@@ -126,7 +126,8 @@ def _warm(worker: Any, engine_id: str) -> None:
         return
     push = worker._TRANSFER_MODE == "push"
     consumes = own.engine.role is not Role.PRODUCER and peer.engine.role is not Role.CONSUMER
-    if not consumes and not (push and peer.engine.role is not Role.PRODUCER):
+    produces = own.engine.role is not Role.CONSUMER and peer.engine.role is not Role.PRODUCER
+    if not consumes and not (push and produces):
         return
     if half.warmed.get(engine_id) == peer.engine.generation:
         return
@@ -136,7 +137,7 @@ def _warm(worker: Any, engine_id: str) -> None:
         transfer_tp_size(peer),
         peer.engine.layout.dcp_size,
         peer.engine.layout.pp_size,
-        push and consumes,
+        push and not produces,  # what is written needs more than notices
     )
     try:
         check_pair(own, peer, call)

@@ -310,7 +310,8 @@ def _let_go(worker: Any) -> None:
     if not (over or half.parked or half.pushes) or not half.touching.acquire(blocking=False):
         return
     try:
-        dropped = [engine_id for engine_id in over if _drop(worker, engine_id)]
+        # One at a step: NIXL takes its time, and a whole fleet may start anew at once.
+        dropped = next((engine_id for engine_id in over if _drop(worker, engine_id)), "")
         again = _unpark(worker)
         for request_id in tuple(half.pushes):
             if (
@@ -324,11 +325,11 @@ def _let_go(worker: Any) -> None:
         worker._deferred_push_inbox.put(push)
     if again:
         worker._push_writer_wake.set()
-    for engine_id in dropped:
+    if dropped:
         try:
-            half.warm(engine_id)
+            half.warm(dropped)
         except Exception:  # noqa: BLE001 - a step loop that raises ends the worker
-            logger.exception("rankbook: no handshake in advance with %s", engine_id)
+            logger.exception("rankbook: no handshake in advance with %s", dropped)
 
 
 def _drop(worker: Any, engine_id: str) -> bool:
