@@ -725,6 +725,20 @@ def test_a_handshake_that_has_just_been_made_is_not_forgotten(consumer, kind):
     assert desk.pairs.is_over(PEER) or PEER not in desk.worker._remote_agents
 
 
+@both
+def test_nothing_is_remembered_of_an_engine_that_came_and_went(consumer, kind):
+    desk = paired(consumer(kind))
+    desk.now_s = time.monotonic()
+    desk.book.put(desk.peer("g1", state=State.GONE))
+    desk.step()
+    assert desk.empty()
+    assert desk.pairs.bound(PEER) == ""
+    assert not desk.pairs.over()
+    kept = [value for value in vars(desk.half).values() if isinstance(value, dict | list)]
+    assert kept
+    assert not any(kept)
+
+
 # ---------------------------------------------------------------- waiting for a push
 
 

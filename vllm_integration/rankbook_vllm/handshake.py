@@ -261,8 +261,9 @@ class Pairs:
 
     def _changed(self, engine_id: str, _: Topology | None) -> None:
         with self._lock:
-            if self._book.get(engine_id) is None:
-                self._bound.pop(engine_id, None)
+            topology = self._book.get(engine_id)
+            if topology is None or topology.engine.state is State.GONE:
+                self._bound.pop(engine_id, None)  # most never come back under this name
             self._look(engine_id)
 
     def _look(self, engine_id: str) -> None:
