@@ -8,17 +8,29 @@ import pytest
 from tests.vllm.engine import NoAnswer, Refused
 from tests.vllm.truth import prompt
 
+import rankbook
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def pair(make_pair):
+def pair(make_pair, registry):
     # vLLM itself starts both without a word, and fails every request in the handshake.
-    options = {"connector": "NixlConnector", "pp_size": 2}
-    with make_pair(
-        **options, settings={"side_channel": False, "prewarm": True, "peer_timeout_s": 2}
-    ) as made:
+    settings = {"side_channel": False, "prewarm": True, "peer_timeout_s": 2}
+    with make_pair(connector="NixlConnector", pp_size=2, settings=settings) as made:
+        with rankbook.Client(registry.address) as client:
+            for engine in (made.producer, made.consumer):
+                client.get_topology(engine.engine_id, wait_s=60)
+        wait_said(made.consumer, "no handshake in advance")
         yield made
+
+
+def wait_said(engine, words: str, timeout_s: float = 20.0) -> None:
+    """Waits until an engine's log has these words."""
+    deadline = time.monotonic() + timeout_s
+    while words not in engine.log.read_text():
+        assert time.monotonic() < deadline, f"{engine.engine_id} never said {words!r}"
+        time.sleep(0.05)
 
 
 def test_a_request_is_refused_with_the_rule_both_values_and_what_to_do(pair):
