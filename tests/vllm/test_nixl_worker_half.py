@@ -702,6 +702,34 @@ def test_a_request_held_for_a_start_that_is_over_meanwhile_fails(consumer):
     assert set(desk.half.held) == {"r3"}
 
 
+def test_a_registration_that_shared_an_older_starts_handshake_waits_for_its_own(consumer):
+    desk = consumer(Push)
+    desk.book.put(desk.peer("g1"))
+    desk.step(r1="g1")
+    desk.worker.write()
+    desk.book.serve()  # the handshake with the first start is about to be made
+    desk.book.put(desk.peer("g2"))
+    desk.step(r2="g2")
+    desk.settle()
+    assert set(desk.half.unsent) == {"r2"}
+    desk.step()
+    desk.settle()
+    assert desk.failed() == {"r1"}
+    assert reached(desk) == {"r2": "g2"}
+    assert desk.half.unsent == {}
+    assert desk.half.orphans == {}
+
+
+def test_a_dead_consumers_push_takes_nobody_with_it(producer, log):
+    desk = producer()
+    desk.book.put(desk.peer("g2"))
+    desk.worker._do_start_push_kv("p1", BLOCKS, desk.registration("p1-there", "g1"))
+    assert desk.worker._handshake_futures == {}
+    assert "request p1 is not sent" in log.text
+    desk.push("p2", "g2")
+    assert reached(desk) == {"p2": "g2"}
+
+
 @both
 def test_a_handshake_that_has_just_been_made_is_not_forgotten(consumer, kind):
     """vLLM takes the future away and puts the agents down under its lock."""
@@ -1259,3 +1287,124 @@ def test_a_second_failure_of_a_request_does_not_end_vllm_0_28():
     worker._failed_recv_reqs.put("r1")  # a handshake that was waited for fails too
     nixl_worker._fail(worker, "r2", BLOCKS)
     assert worker.get_finished() == (set(), {"r2"})
+
+
+# ------------------------------------------------------------- all threads at once
+
+RESTARTS = 30
+PER_START = 10
+TOGETHER_S = 30.0
+
+
+class Threads:
+    """The book's thread, the handshakes' and the pushes', until the block ends."""
+
+    def __init__(self, desk):
+        self._desk = desk
+        self._over = threading.Event()
+        self._turns = queue.SimpleQueue()
+        self.errors = []
+        self._threads = [
+            threading.Thread(target=self._loop, args=(work,))
+            for work in (self._keep_book, desk.thread.run, desk.worker.write)
+        ]
+
+    def put(self, topology):
+        """The book learns of it, on its own thread."""
+        known = threading.Event()
+        self._turns.put((topology, known))
+        assert known.wait(TOGETHER_S)
+
+    def _keep_book(self):
+        if not self._turns.empty():
+            topology, known = self._turns.get()
+            self._desk.book.put(topology)
+            known.set()
+        self._desk.book.serve()
+
+    def _loop(self, work):
+        try:
+            while not self._over.wait(0.0005):
+                work()
+        except Exception as error:  # noqa: BLE001 - told by the test
+            self.errors.append(error)
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        for thread in self._threads:
+            thread.join(TOGETHER_S)
+        assert not any(thread.is_alive() for thread in self._threads)
+        assert self.errors == []
+
+
+def finish_transfers(desk):
+    for handle in tuple(desk.nixl.transfers):
+        desk.nixl.transfers[handle] = "DONE"
+
+
+def test_reads_through_many_restarts_end_once_and_never_at_another_start(consumer):
+    desk = consumer(Pull)
+    of, ended = {}, collections.Counter()
+    deadline = time.monotonic() + TOGETHER_S
+
+    def turn(**receives):
+        desk.step(**receives)
+        finish_transfers(desk)
+        ended.update(desk.results()[0].finished_recving)
+
+    with Threads(desk) as threads:
+        for number in range(RESTARTS):
+            generation = f"g{number + 1}"
+            threads.put(desk.peer(generation))
+            for request in range(PER_START):
+                of[f"r{number}-{request}"] = generation
+                turn(**{f"r{number}-{request}": generation})
+        while len(ended) < len(of) and time.monotonic() < deadline:
+            turn()
+    assert set(ended) == set(of)
+    assert set(ended.values()) == {1}
+    assert {request: of[request] for request in reached(desk)} == reached(desk)
+    assert reached(desk)
+    assert len(desk.nixl.agents) <= 1
+    assert desk.half.held == {}
+
+
+def test_pushes_through_many_restarts_never_reach_another_start(producer):
+    desk = producer()
+    of = {}
+    deadline = time.monotonic() + TOGETHER_S
+
+    def turn():
+        desk.step()
+        finish_transfers(desk)
+        desk.results()
+
+    with Threads(desk) as threads:
+        for number in range(RESTARTS):
+            generation = f"g{number + 1}"
+            threads.put(desk.peer(generation))
+            for request in range(PER_START):
+                name = f"p{number}-{request}"
+                of[name] = generation
+                desk.worker._reqs_to_process.add(name)
+                desk.step(finished=[name])
+                registration = desk.registration(f"{name}-there", generation)
+                desk.worker._deferred_push_inbox.put((name, BLOCKS, registration))
+                turn()
+        last = f"p{RESTARTS - 1}-{PER_START - 1}"
+        while last not in reached(desk) and time.monotonic() < deadline:
+            turn()
+        for name in desk.worker._reqs_to_send:
+            desk.worker._reqs_to_send[name] = 0.0  # the leases of the rest end
+        while (desk.half.parked or desk.half.pushes) and time.monotonic() < deadline:
+            turn()
+    assert {name: of[name] for name in reached(desk)} == reached(desk)
+    assert last in reached(desk)
+    assert len(desk.nixl.agents) <= 1
+    assert desk.half.parked == []
+    assert desk.half.pushes == {}

@@ -23,6 +23,7 @@ from rankbook_vllm._vllm.nixl_socket import take_back
 from rankbook_vllm._vllm.seams import NIXL
 from rankbook_vllm.config import Settings
 from rankbook_vllm.handshake import Pairs
+from rankbook_vllm.lookup import Refuse
 from rankbook_vllm.peers import PeerBook
 
 __all__ = ["BookWorker", "WorkerHalf", "warming"]
@@ -60,6 +61,8 @@ class WorkerHalf:
         self.held: dict[str, _Held] = {}
         self.parked: list[tuple[str, Any, dict[str, Any]]] = []
         """Pushes that wait for an old pairing of their consumer to be let go."""
+        self.unsent: dict[str, dict[str, Any]] = {}
+        """Registrations that wait for an old pairing of their producer to be let go."""
         self.orphans: dict[str, tuple[str, float]] = {}
         """Requests that wait for a start that is over: its engine, and until when."""
         self.pushes: dict[str, str] = {}
@@ -137,6 +140,9 @@ class BookWorker:
                 _say_past(req_id, engine_id)
                 _report(self, req_id)
                 return
+            if engine_id in self._remote_agents and half.pairs.is_over(engine_id):  # type: ignore[attr-defined]
+                half.unsent[req_id] = reg_data
+                return
             super()._send_registration_to_p(req_id, reg_data)  # type: ignore[misc]
 
     def _do_start_push_kv(
@@ -147,7 +153,15 @@ class BookWorker:
             if _must_wait(half, registration_data):
                 half.parked.append((request_id, local_block_ids, registration_data))
                 return
-            half.pushes[request_id] = registration_data["decode_engine_id"]
+            engine_id = registration_data["decode_engine_id"]
+            generation = str(registration_data.get("decode_generation") or "")
+            if generation and engine_id not in self._remote_agents:  # type: ignore[attr-defined]
+                # Who waits for the same handshake would be refused with it.
+                answer = half.book.judge(engine_id, generation)
+                if isinstance(answer, Refuse):
+                    logger.error("rankbook: request %s is not sent: %s", request_id, answer.why)
+                    return
+            half.pushes[request_id] = engine_id
             super()._do_start_push_kv(  # type: ignore[misc]
                 request_id, local_block_ids, registration_data
             )
@@ -307,12 +321,17 @@ def _let_go(worker: Any) -> None:
         _give_up(worker)
     if over:
         _orphan(worker, over)
-    if not (over or half.parked or half.pushes) or not half.touching.acquire(blocking=False):
+    waiting = over or half.parked or half.unsent or half.pushes
+    if not waiting or not half.touching.acquire(blocking=False):
         return
     try:
         # One at a step: NIXL takes its time, and a whole fleet may start anew at once.
         dropped = next((engine_id for engine_id in over if _drop(worker, engine_id)), "")
         again = _unpark(worker)
+        for request_id, registration in tuple(half.unsent.items()):
+            if not half.pairs.is_over(registration["remote_engine_id"]):
+                worker._reg_send_inbox.put((request_id, half.unsent.pop(request_id)))
+                worker._push_writer_wake.set()
         for request_id in tuple(half.pushes):
             if (
                 request_id not in worker._reqs_to_send
@@ -384,7 +403,9 @@ def _orphan(worker: Any, over: Mapping[str, float]) -> None:
     half: WorkerHalf = worker.rankbook
     for request_id, meta in worker._recving_metadata.items():
         engine_id = meta.remote.engine_id if meta.remote is not None else ""
-        if engine_id in over and request_id not in worker._recving_transfers and _is_awaited(meta):
+        if request_id in half.unsent or request_id in worker._recving_transfers:
+            continue
+        if engine_id in over and _is_awaited(meta):
             _, at_s = half.orphans.get(request_id, (engine_id, over[engine_id]))
             if at_s != _GIVEN_UP:
                 half.orphans[request_id] = (engine_id, over[engine_id])
