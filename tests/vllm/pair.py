@@ -19,6 +19,8 @@ from typing import Any, Literal, Self
 from tests.vllm.engine import BLOCK_TOKENS, Engine
 from tests.vllm.tiny_model import HEAD_SIZE, KV_HEADS, LAYERS
 
+import rankbook
+
 Side = Literal["producer", "consumer"]
 Params = dict[str, Any]
 
@@ -180,6 +182,16 @@ class Pair:
         self.producer.wait_serving()
         self.consumer.wait_serving()
         return self
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Waits until both are READY in the book: they serve a moment before.
+
+        Raises:
+            rankbook.RankbookError: One is not, and why.
+        """
+        with rankbook.Client(self.settings["endpoints"]) as client:
+            for engine in self._engines.values():
+                client.get_topology(engine.engine_id, wait_s=timeout_s)
 
     def stop(self) -> None:
         """Kills both, the decode engine first."""

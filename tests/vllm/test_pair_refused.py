@@ -8,19 +8,15 @@ import pytest
 from tests.vllm.engine import NoAnswer, Refused
 from tests.vllm.truth import prompt
 
-import rankbook
-
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def pair(make_pair, registry):
+def pair(make_pair):
     # vLLM itself starts both without a word, and fails every request in the handshake.
     settings = {"side_channel": False, "prewarm": True, "peer_timeout_s": 2}
     with make_pair(connector="NixlConnector", pp_size=2, settings=settings) as made:
-        with rankbook.Client(registry.address) as client:
-            for engine in (made.producer, made.consumer):
-                client.get_topology(engine.engine_id, wait_s=60)
+        made.wait_ready()
         wait_said(made.consumer, "no handshake in advance")
         yield made
 

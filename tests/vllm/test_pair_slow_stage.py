@@ -57,6 +57,7 @@ def pair(start_engine, own_registry):
         consumer={"extra": children("kv_consumer")},
     )
     with made:
+        made.wait_ready()
         yield made
 
 
