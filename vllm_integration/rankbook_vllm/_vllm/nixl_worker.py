@@ -279,9 +279,10 @@ def _bind(worker: Any, metadata: Any, generations: Mapping[str, str]) -> None:
 def _is_bound(half: WorkerHalf, engine_id: str, generation: str) -> bool:
     """Whether the engine is used of this start; False where a later request named another:
     this one must not read from there."""
-    if not half.pairs.bound(engine_id):
+    bound = half.pairs.bound(engine_id)
+    if not bound:
         half.pairs.bind(engine_id, generation)  # the book had lost the engine
-    return not generation or half.pairs.bound(engine_id) == generation
+    return not bound or not generation or bound == generation
 
 
 def _must_wait(half: WorkerHalf, registration: Mapping[str, Any]) -> bool:
