@@ -17,6 +17,7 @@ alone: one connector of a process signs in, and the first that asks is it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -208,17 +209,16 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
         A worker signs out last: who left is taken to write nothing more. The
         engine core's seal goes first, so that nobody new comes meanwhile.
         """
-        if self._rankbook_sealer is not None:
-            self._rankbook_sealer.stop()
-        if self._rankbook_book is not None:
-            self._rankbook_book.close()
-        try:
-            super().shutdown()
-        finally:
-            if self._rankbook_publisher is not None:
-                self._rankbook_publisher.stop()
+        with contextlib.ExitStack() as ending:  # from the last line up, whatever one raises
             if _signing_in.get(self._rankbook_key) is self:
-                del _signing_in[self._rankbook_key]
+                ending.callback(_signing_in.pop, self._rankbook_key, None)
+            if self._rankbook_publisher is not None:
+                ending.callback(self._rankbook_publisher.stop)
+            ending.callback(super().shutdown)
+            if self._rankbook_book is not None:
+                ending.callback(self._rankbook_book.close)
+            if self._rankbook_sealer is not None:
+                ending.callback(self._rankbook_sealer.stop)
 
 
 class SleepMixin(_Connector):  # type: ignore[misc]
