@@ -130,10 +130,13 @@ def test_requests_for_a_producer_that_was_killed_fail_fast_and_the_consumer_live
         early = thread.submit(refusal, pair, request_id, params)
         assert early.result() < 2.0 + AT_ONCE_S
     assert refusal(pair, str(uuid.uuid4()), params) < AT_ONCE_S
-    assert time.monotonic() - killed < 20
-    engines = {e.engine_id: e.state for e in client.list_engines().engines}
-    assert engines[engine_id] is State.GONE
-    assert engines[pair.consumer.engine_id] is State.READY
+    # NIXL may notice before the book does, which has two seconds.
+    states = {}
+    while states.get(engine_id) is not State.GONE:
+        assert time.monotonic() - killed < 2.0 + AT_ONCE_S
+        states = {one.engine_id: one.state for one in client.list_engines().engines}
+        time.sleep(0.05)
+    assert states[pair.consumer.engine_id] is State.READY
     pair.producer.kill()
 
 
