@@ -32,7 +32,16 @@ from rankbook_vllm.config import Settings
 from rankbook_vllm.peers import PeerBook
 from rankbook_vllm.requests import transfer_tp_size
 
-__all__ = ["Call", "Gate", "Pairing", "Pairs", "check_pair", "check_peers", "payloads_of"]
+__all__ = [
+    "Call",
+    "Gate",
+    "Pairing",
+    "Pairs",
+    "check_pair",
+    "check_peers",
+    "has_all_stages",
+    "payloads_of",
+]
 
 Key = tuple[int, int]
 """(pp_rank, transfer rank), as NIXL asks for a payload."""
@@ -359,7 +368,7 @@ class Gate(Executor):
             return outer
         # This engine first: pairs are compared as published, and the peer's word is
         # not to grow old meanwhile.
-        if _has_all_stages(self._book.get(self._own)):
+        if has_all_stages(self._book.get(self._own)):
             self._when(call, make, outer)
         else:
             self._book.when(
@@ -425,7 +434,8 @@ class Gate(Executor):
         outer.set_exception(error)
 
 
-def _has_all_stages(own: Topology | None) -> bool:
+def has_all_stages(own: Topology | None) -> bool:
+    """Whether an engine has published enough to be compared: a layer range for each stage."""
     return own is not None and len(own.engine.stages) == own.engine.layout.pp_size
 
 

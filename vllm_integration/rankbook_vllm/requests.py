@@ -257,15 +257,11 @@ class Requests:
 
     def _is_foreign(self, params: Mapping[str, Any]) -> bool:
         """Whether the peer is one without rankbook, to be asked in vLLM's own way."""
+        needed = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id", "tp_size")
         return (
             self._settings.side_channel
+            and all(params.get(name) is not None for name in needed)
             and self._book.get(params["remote_engine_id"]) is None
-            and all(
-                params.get(name) is not None
-                for name in ("remote_host", "remote_port", "remote_request_id", "tp_size")
-            )
-            if params.get("remote_engine_id")
-            else False
         )
 
     def _fill(self, request_id: str, params: Params, topology: Topology) -> None:

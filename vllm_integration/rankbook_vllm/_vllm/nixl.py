@@ -24,7 +24,7 @@ from rankbook_vllm._vllm.nixl_socket import answer_from_book, shake
 from rankbook_vllm._vllm.nixl_worker import BookWorker, WorkerHalf, warming
 from rankbook_vllm._vllm.seams import NIXL, missing_seams
 from rankbook_vllm.config import Settings
-from rankbook_vllm.handshake import Call, Gate, Pairs, check_pair
+from rankbook_vllm.handshake import Call, Gate, Pairs, check_pair, has_all_stages
 from rankbook_vllm.peers import PeerBook
 from rankbook_vllm.requests import Requests, address_of, transfer_tp_size
 
@@ -111,7 +111,7 @@ def _warm(worker: Any, engine_id: str) -> None:
     """
     half: WorkerHalf = worker.rankbook
     own = half.book.get(worker.engine_id)
-    if own is None or not own.workers or own.engine.asleep:
+    if own is None or not has_all_stages(own) or own.engine.asleep:
         return
     if engine_id == worker.engine_id:
         for topology in half.book.engines():
