@@ -52,7 +52,7 @@ types: setup ## mypy, strict
 test: setup ## Every test but those that need vLLM
 	$(BIN)/python -m pytest -m 'not vllm'
 
-test-vllm: setup-vllm ## A real vLLM engine with PP=2, on CPU
+test-vllm: setup-vllm ## Real vLLM engines and prefill/decode pairs, on CPU
 	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm
 
 vllm-seams: ## What the shim needs of vLLM 0.24 and 0.33, looked for in their wheels (440 MB)
