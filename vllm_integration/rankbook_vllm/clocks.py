@@ -18,7 +18,7 @@ from typing import Protocol
 from rankbook.errors import RankbookError
 from rankbook.model import ClockPair
 
-__all__ = ["DRIFT", "REFRESH_S", "ClockOffset", "PeerClocks", "clock_pair", "offset_between"]
+__all__ = ["DRIFT", "REFRESH_S", "PeerClocks", "PeerOffset", "clock_pair", "offset_between"]
 
 DRIFT = 1e-4
 """Seconds a clock may go wrong in a second. Quartz is specified at 20 to 50 ppm a
@@ -45,7 +45,7 @@ class _Told(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ClockOffset:
+class PeerOffset:
     """A peer's clock minus this process's, in seconds."""
 
     offset_s: float
@@ -71,7 +71,7 @@ def clock_pair(client: _Teller, clock: Callable[[], float]) -> ClockPair | None:
     return best
 
 
-def offset_between(ours: ClockPair, theirs: ClockPair, now_s: float) -> ClockOffset | None:
+def offset_between(ours: ClockPair, theirs: ClockPair, now_s: float) -> PeerOffset | None:
     """A peer's clock minus ours.
 
     Args:
@@ -89,7 +89,7 @@ def offset_between(ours: ClockPair, theirs: ClockPair, now_s: float) -> ClockOff
     # The peer measured `between_s` before us: both clocks ran on since.
     age_s = max(0.0, now_s - ours.local_s)
     drifted_s = DRIFT * (2 * age_s + abs(between_s))
-    return ClockOffset(offset_s, ours.error_s + theirs.error_s + drifted_s)
+    return PeerOffset(offset_s, ours.error_s + theirs.error_s + drifted_s)
 
 
 class PeerClocks:
@@ -119,7 +119,7 @@ class PeerClocks:
             self._asking = True
         threading.Thread(target=self._ask, name="rankbook-clock", daemon=True).start()
 
-    def offset_to(self, theirs: ClockPair | None) -> ClockOffset | None:
+    def offset_to(self, theirs: ClockPair | None) -> PeerOffset | None:
         """A peer's clock minus ours; None before both were measured. Does not wait."""
         self.refresh()
         with self._lock:

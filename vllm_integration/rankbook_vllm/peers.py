@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import rankbook
 from rankbook.errors import DeadlineExceeded, RankbookError, Reason, Unavailable
 from rankbook.model import EventType, State, Topology, WatchEvent
-from rankbook_vllm.clocks import ClockOffset, PeerClocks
+from rankbook_vllm.clocks import PeerClocks, PeerOffset
 from rankbook_vllm.config import Settings
 from rankbook_vllm.lookup import Answer, Refuse, Use, Wait, judge
 
@@ -119,7 +119,7 @@ class PeerBook:
         """Seconds since the registry last said anything; infinite before its first word."""
         return self._view.age_s
 
-    def clock_of(self, topology: Topology) -> ClockOffset | None:
+    def clock_of(self, topology: Topology) -> PeerOffset | None:
         """How far the performance counter of the peer's engine core is from this
         process's; None where one of the two was not measured yet. No waiting.
         """
