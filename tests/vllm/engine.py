@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -51,11 +52,19 @@ class NoAnswer(Exception):
         """How long it was waited for, in seconds."""
 
 
+_PORTS = iter(random.sample(range(10_000, 32_000), 22_000))
+"""Each is given out once: vLLM's server shares a port (SO_REUSEPORT) with whoever else
+got it, and half of the requests then reach the wrong engine. All are below those that
+Linux gives to outgoing connections."""
+
+
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface that nothing listens on, and that nobody else gets."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is left")
 
 
 def make_model(folder: Path) -> Path:
