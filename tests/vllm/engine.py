@@ -98,6 +98,15 @@ class Registry:
             time.sleep(0.05)
         self.address: str = json.loads(ready.read_text())["grpc"]
 
+    def freeze(self) -> None:
+        """Stops it in its tracks: what is sent to it is taken and not answered."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """Ends it as a crash does."""
+        self._process.kill()
+        self._process.wait(30)
+
     def stop(self) -> None:
         """Ends it."""
         self._process.terminate()

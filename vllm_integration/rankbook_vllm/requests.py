@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -99,12 +99,48 @@ def _are_block_ids(value: object) -> bool:
     return (
         isinstance(value, list | tuple)
         and bool(value)
-        and all(
-            isinstance(block, int)
-            for part in value
-            for block in (part if isinstance(part, list | tuple) else (part,))
-        )
+        and all(isinstance(block, int) for block in _flat(value))
     )
+
+
+def _flat(block_ids: Sequence[Any]) -> Iterator[Any]:
+    """The ids of a request, which come as one list or as one for each cache group."""
+    for part in block_ids:
+        yield from part if isinstance(part, list | tuple) else (part,)
+
+
+def _check_blocks(block_ids: Sequence[Any], topology: Topology) -> None:
+    """Whether the producer has these blocks.
+
+    vLLM counts a block's place from the start of its layer without looking: one too
+    far is another layer's KV, or ends the worker.
+
+    Raises:
+        BadRequest: It has not.
+    """
+    held = min(
+        (
+            kv.num_blocks // kv.physical_blocks_per_logical
+            for kv in (worker.kv for worker in topology.workers)
+            if kv is not None and kv.num_blocks
+        ),
+        default=None,
+    )
+    if held is None:  # not published
+        return
+    beyond = next((block for block in _flat(block_ids) if not 0 <= block < held), None)
+    if beyond is not None:
+        engine_id = topology.engine.engine_id
+        raise BadRequest(
+            f"kv_transfer_params remote_block_ids has block {beyond}, {engine_id} has 0 to "
+            f"{held - 1}; send what the producer returned",
+            metadata={
+                "field": "remote_block_ids",
+                "value": beyond,
+                "rule": f"0 to {held - 1}",
+                "engine_id": engine_id,
+            },
+        )
 
 
 class Requests:
@@ -265,6 +301,8 @@ class Requests:
         )
 
     def _fill(self, request_id: str, params: Params, topology: Topology) -> None:
+        if self._needs_block_ids:
+            _check_blocks(params["remote_block_ids"], topology)
         layout = topology.engine.layout
         sealed: dict[str, Any] = {
             "tp_size": transfer_tp_size(topology),

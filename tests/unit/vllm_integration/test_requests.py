@@ -1,6 +1,7 @@
 """A request names its producer; where that is, the sealed topology says."""
 
 import copy
+import dataclasses
 import logging
 
 import pytest
@@ -106,6 +107,29 @@ def test_pull_keeps_the_block_ids_that_it_was_sent(book, requests_of, blocks):
     params = least(remote_block_ids=copy.deepcopy(blocks))
     assert requests_of(pull=True).ask("r", params) is Verdict.GO
     assert params["remote_block_ids"] == blocks
+
+
+@pytest.mark.parametrize("blocks", [[128], [3, -1], ([3], [4, 1 << 40]), [[], [2**70]]], ids=repr)
+def test_pull_of_a_block_that_the_producer_has_not_fails(book, requests_of, blocks):
+    whole = engine()  # 256 physical blocks, two to a logical one
+    kv = dataclasses.replace(whole.workers[0].kv, physical_blocks_per_logical=2)
+    workers = tuple(dataclasses.replace(worker, kv=kv) for worker in whole.workers)
+    book.put(dataclasses.replace(whole, workers=workers))
+    requests = requests_of(pull=True)
+    assert requests.ask("r", least(remote_block_ids=[0, 127])) is Verdict.GO
+    assert requests.ask("s", least(remote_block_ids=blocks)) is Verdict.FAIL
+    error = requests.error("s")
+    assert isinstance(error, BadRequest)
+    assert (error.metadata["field"], error.metadata["rule"]) == ("remote_block_ids", "0 to 127")
+    assert requests_of().ask("s", least(remote_block_ids=blocks)) is Verdict.GO  # push ignores them
+
+
+def test_pull_takes_any_block_of_a_producer_that_does_not_say_how_many_it_has(book, requests_of):
+    whole = engine()
+    kv = dataclasses.replace(whole.workers[0].kv, num_blocks=0)
+    workers = tuple(dataclasses.replace(worker, kv=kv) for worker in whole.workers)
+    book.put(dataclasses.replace(whole, workers=workers))
+    assert requests_of(pull=True).ask("r", least(remote_block_ids=[4096])) is Verdict.GO
 
 
 def test_a_producer_without_a_listener_is_told_apart_by_its_name(book, requests_of):
