@@ -83,12 +83,24 @@ def test_a_connector_that_ignores_metadata_is_not_asked_about_later_stages(name,
     assert _vllm.passes_guard(base, [(0, 0), (0, 1)]) is True
 
 
-def test_a_connector_that_consumes_metadata_and_knows_no_stages_keeps_its_guard():
-    class Consumer(KVConnectorBase_V1):
-        def set_xfer_handshake_metadata(self, metadata):
-            raise AssertionError("not to be called")
+class Takes(KVConnectorBase_V1):
+    def set_xfer_handshake_metadata(self, metadata):
+        raise AssertionError("not to be called")
 
-    assert _vllm.passes_guard(Consumer, [(0, 0), (1, 0)]) is True
+
+class Gives(KVConnectorBase_V1):
+    def get_handshake_metadata(self):
+        raise AssertionError("not to be called")
+
+
+@pytest.mark.parametrize("needy", [Takes, Gives])
+def test_a_connector_that_would_drop_a_stage_is_refused_by_name_with_what_to_do(needy):
+    with pytest.raises(BadRequest) as caught:
+        _vllm.passes_guard(needy, {(0, 0): None, (2, 1): None, (1, 0): None})
+    assert f"{needy.__name__} needs its peers' handshake metadata" in str(caught.value)
+    assert "of 3 it would keep the first" in str(caught.value)
+    assert "pipeline_parallel_size to 1" in str(caught.value)
+    assert _vllm.passes_guard(needy, [(0, 0), (0, 1)]) is True
 
 
 def test_nixls_payload_is_published_as_nixl_encodes_it():
@@ -245,6 +257,15 @@ def test_of_two_connectors_of_one_engine_in_a_process_the_first_signs_in(schedul
     first.shutdown()
     with pytest.raises(Incomplete):
         scheduler().set_xfer_handshake_metadata_pp_aware({})
+
+
+def test_a_child_whose_sibling_signed_in_without_its_metadata_ends_the_start(scheduler):
+    """Under vLLM's own MultiConnector, whose children are all from here."""
+    first, second = scheduler(), scheduler()
+    carried = {(pp, 0): _vllm.Carrier(None, (note(pp, b""),)) for pp in range(2)}
+    with pytest.raises(BadRequest, match="Put FakeConnector first"):
+        second.set_xfer_handshake_metadata_pp_aware(carried)
+    assert (first.calls, second.calls) == ([], [])
 
 
 def test_shutting_down_twice_is_fine_and_reaches_vllms_connector(scheduler):

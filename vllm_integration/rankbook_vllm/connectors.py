@@ -12,7 +12,8 @@ The class keeps its name, because vLLM and routers look at names. Settings are
 in `rankbook_vllm.config`.
 
 With MultiConnector, load the MultiConnector from here and leave its children
-alone: one connector of a process signs in, and the first that asks is it.
+alone: one connector of a process signs in, and the first that asks is it. Under
+vLLM's own MultiConnector, the child that shakes hands must be from here and first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rankbook.errors import RankbookError
+from rankbook.errors import BadRequest, RankbookError
 from rankbook_vllm import _vllm, config
 from rankbook_vllm.peers import PeerBook
 from rankbook_vllm.publish import Publisher
@@ -159,11 +160,24 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
 
         Raises:
             RankbookError: A worker is missing, claimed another's slot or holds
-                other layers than its stage; or the seal failed and `required`
-                is set.
+                other layers than its stage; the connector would drop a stage, or
+                another child signed in without its metadata; or the seal failed
+                and `required` is set.
         """
         notes, inner = _vllm.unpack(metadata)
         sealer = self._rankbook_sealer
+        if sealer is None and notes and not inner and _vllm.takes_metadata(self._rankbook_base):
+            raise BadRequest(
+                f"{type(self).__name__} got no handshake metadata: another child of the "
+                "MultiConnector was there first, signed in and has none. Put "
+                f"{type(self).__name__} first, or load the MultiConnector from "
+                "rankbook_vllm.connectors and its children from vLLM",
+                metadata={
+                    "field": "connectors",
+                    "value": type(self).__name__,
+                    "rule": "the child that shakes hands is first",
+                },
+            )
         whole = None
         if sealer is not None and (notes or not metadata):
             layout = _vllm.engine_layout(self._rankbook_args[0])

@@ -22,6 +22,7 @@ _Rule = Callable[[Pair], Iterator[Incompatibility]]
 _BLOCK_CONTIGUOUS = frozenset({"LBHNC", "BLHNC"})
 _LAYOUTS = frozenset({"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"})
 _SAME_CONNECTOR = {"NixlPullConnector": "NixlConnector"}
+_WRAPPER = "MultiConnector"
 
 
 def _two_engines(pair: Pair) -> Iterator[Incompatibility]:
@@ -53,9 +54,15 @@ def _roles(pair: Pair) -> Iterator[Incompatibility]:
 
 
 def _connectors(pair: Pair) -> Iterator[Incompatibility]:
-    """Connectors speak only to their own kind (metadata.py: factors of the hash)."""
+    """Connectors speak only to their own kind.
+
+    A MultiConnector speaks as its child does that shakes hands, and vLLM's hash has
+    no class name in it (metadata.py `compute_nixl_compatibility_hash`).
+    """
     names = (pair.producer.connector_class, pair.consumer.connector_class)
     kinds = {_SAME_CONNECTOR.get(name, name) for name in names}
+    if _WRAPPER in names and pair.producer.family == pair.consumer.family != "":
+        return
     if all(names) and len(kinds) > 1:
         yield Incompatibility(
             "CONNECTOR_MISMATCH",

@@ -254,6 +254,18 @@ def test_every_broken_rule_is_listed_not_only_the_first() -> None:
     ]
 
 
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_a_multi_connector_speaks_as_its_child_that_shakes_hands(side: str) -> None:
+    nixl = {"handshake_format": "vllm.nixl"}
+    assert compare(**{side: {"connector": "MultiConnector", **nixl}}).compatible
+    other = {"connector": "MultiConnector", "handshake_format": "vllm.none"}
+    assert reasons(compare(**{side: other})) == ["CONNECTOR_MISMATCH"]
+    pull = {"connector": "NixlConnector", "transfer_mode": "pull", **nixl, **ONE_STAGE}
+    both = {"producer": pull, "consumer": pull}
+    both[side] = {"connector": "MultiConnector", **nixl}
+    assert "CONNECTOR_MISMATCH" in reasons(compare(**both))
+
+
 def test_96_engines_of_two_versions_do_not_pair_and_the_version_is_named() -> None:
     newer = {
         "compat_hashes": frozenset({"sha256:2"}),

@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip
 
 import vllm
+from rankbook.errors import BadRequest
 from rankbook.model import Address, Compat, Handshake, KvCache, LayerKind, Layout, Model, Slot
 from rankbook_vllm.config import bare_host
 from rankbook_vllm.record import NO_METADATA, Facts, Start
@@ -162,16 +163,34 @@ def passes_guard(base: type[Any], keys: Iterable[tuple[int, int]]) -> bool:
     Returns:
         False where the call must be left out: vLLM's guard would refuse it, and
         the connector discards metadata anyway.
+
+    Raises:
+        BadRequest: The connector would drop every stage but the first.
     """
     default = KVConnectorBase_V1
-    guarded = (
-        base.set_xfer_handshake_metadata_pp_aware is default.set_xfer_handshake_metadata_pp_aware
-    )
-    discards = (
+    stages = 1 + max((pp_rank for pp_rank, _ in keys), default=0)
+    if (
+        stages == 1
+        or base.set_xfer_handshake_metadata_pp_aware
+        is not default.set_xfer_handshake_metadata_pp_aware
+    ):
+        return True
+    if (
         base.set_xfer_handshake_metadata is default.set_xfer_handshake_metadata
         and base.get_handshake_metadata is default.get_handshake_metadata
+    ):
+        return False
+    raise BadRequest(
+        f"{base.__name__} needs its peers' handshake metadata and knows no pipeline stages: of "
+        f"{stages} it would keep the first, and peers would get part of the KV. Set "
+        "pipeline_parallel_size to 1, or take a connector that knows stages, as "
+        "NixlPushConnector does (set_xfer_handshake_metadata_pp_aware)",
+        metadata={
+            "field": "pipeline_parallel_size",
+            "value": stages,
+            "rule": f"1 with {base.__name__}",
+        },
     )
-    return not (guarded and discards and any(pp_rank for pp_rank, _ in keys))
 
 
 # ------------------------------------------------------------------- the grid
