@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.vllm.engine import Refused, family
+from tests.vllm.engine import Engine, Refused, family
 from tests.vllm.pair import Pair
 from tests.vllm.truth import prompt
 
@@ -85,6 +85,16 @@ def refusal(pair: Pair, request_id: str, params: dict) -> float:
     return time.monotonic() - sent
 
 
+def counted(engine: Engine, name: str, outcome: str) -> float:
+    """A count as the engine shows it, once it does: that is a step after the answer."""
+    deadline = time.monotonic() + 10
+    while True:
+        count = engine.metrics().total(name, outcome=outcome)
+        if count or time.monotonic() > deadline:
+            return count
+        time.sleep(0.05)
+
+
 def test_a_request_needs_no_address_and_no_sizes(pair, truth):
     answer = pair.ask(ASKED, change_params=least)
     assert answer.tokens == truth(ASKED)
@@ -100,6 +110,8 @@ def test_wrong_sizes_and_addresses_of_a_request_are_corrected_and_counted(pair, 
     log = pair.consumer.log.read_text()
     assert "tp_size 4 instead of 1" in log
     assert f"pp_size 7 instead of {stages}" in log
+    assert counted(pair.consumer, "rankbook_requests_total", "corrected") == 1
+    assert counted(pair.consumer, "rankbook_handshakes_total", "shaken") == 1
 
 
 def test_a_restarted_producer_is_shaken_hands_with_anew_and_its_old_start_refused(pair, truth):

@@ -87,6 +87,7 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
             if extended is not None:
                 self._rankbook_book = book
                 self._rankbook_halves = extended
+                self._rankbook_tally = _vllm.Tally(self)
         if _vllm.is_worker(role):
             publisher = Publisher(settings, logger)
             publisher.start = _vllm.agree_on_start(lambda: publisher.begin(transfer.engine_id))
@@ -270,7 +271,7 @@ def subclass(base: type[Any], *between: type[Any], module: str = __name__) -> ty
         module: Where the class is found by its name.
     """
     if base not in _classes:
-        mixins: tuple[type[Any], ...] = (RankbookMixin, *between)
+        mixins = (*_vllm.stats_mixins(base), RankbookMixin, *between)
         if hasattr(base, "unregister_kv_caches"):
             mixins = (SleepMixin, *mixins)
         members = {"__module__": module, "__doc__": base.__doc__, "_rankbook_base": base}

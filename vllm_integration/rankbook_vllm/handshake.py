@@ -214,7 +214,7 @@ class Pairs:
         self._over: dict[str, _Over] = {}
         self._bound: dict[str, str] = {}
         self.counts: Counter[str] = Counter()
-        """What happened how often: shaken, refused, dropped, late."""
+        """What happened how often: shaken, refused, dropped, late. Read `counted`."""
         book.on_change(self._changed)
 
     def bind(self, engine_id: str, generation: str) -> None:
@@ -240,6 +240,17 @@ class Pairs:
             self.counts["shaken"] += 1
             # The book, or a request, may have moved on while it was made.
             self._look(engine_id)
+
+    def count(self, what: str) -> int:
+        """Counts one more; returns how many there are."""
+        with self._lock:
+            self.counts[what] += 1
+            return self.counts[what]
+
+    def counted(self) -> dict[str, int]:
+        """What happened how often so far."""
+        with self._lock:
+            return dict(self.counts)
 
     def over(self) -> Mapping[str, float]:
         """Engines whose pairing is over, and when nothing more comes of it, by the clock.
@@ -430,7 +441,7 @@ class Gate(Executor):
         return result
 
     def _refuse(self, outer: Future[Any], error: Exception) -> None:
-        self._pairs.counts["refused"] += 1
+        self._pairs.count("refused")
         outer.set_exception(error)
 
 

@@ -2,10 +2,10 @@
 
 Everything that rankbook asks of vLLM goes through here, so that a new vLLM
 release changes one folder: `base` has what every connector needs, `nixl` what
-NIXL's handshake needs, `mooncake` what Mooncake's look-up needs. What cannot be
-done without is checked at import (`ImportError` says what is missing); what can
-is looked up when it is needed, and a `fallback` line in the log says what was
-done instead.
+NIXL's handshake needs, `mooncake` what Mooncake's look-up needs, `stats` what
+/metrics needs. What cannot be done without is checked at import (`ImportError`
+says what is missing); what can is looked up when it is needed, and a `fallback`
+line in the log says what was done instead.
 
 Read against vLLM 0.32; vLLM calls this interface experimental.
 """
@@ -34,11 +34,13 @@ from rankbook_vllm._vllm.base import (
 from rankbook_vllm._vllm.extend import extend, handshake_for
 from rankbook_vllm._vllm.halves import SchedulerHalf
 from rankbook_vllm._vllm.mooncake import without_bootstrap
+from rankbook_vllm._vllm.stats import Tally, stats_mixins
 
 __all__ = [
     "Carrier",
     "KVConnectorRole",
     "SchedulerHalf",
+    "Tally",
     "agree_on_start",
     "carrier",
     "connector_class",
@@ -55,6 +57,7 @@ __all__ = [
     "served",
     "side_channel",
     "slot",
+    "stats_mixins",
     "takes_metadata",
     "unpack",
     "without_bootstrap",

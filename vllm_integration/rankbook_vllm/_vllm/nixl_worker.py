@@ -179,8 +179,7 @@ class BookWorker:
             if ours is None:
                 continue
             pending_engine = pending.pop(request_id).get("decode_engine_id")
-            counts = self.rankbook.pairs.counts
-            counts["late"] += 1
+            so_far = self.rankbook.pairs.count("late")
             logger.error(
                 "rankbook: request %s of %s came for the blocks of request %s after they were "
                 "freed: its KV can never come, abort it there (%d so far). Raise "
@@ -188,7 +187,7 @@ class BookWorker:
                 request_id,
                 pending_engine,
                 ours,
-                counts["late"],
+                so_far,
             )
 
 

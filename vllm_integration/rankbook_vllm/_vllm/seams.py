@@ -1,7 +1,9 @@
-"""What handshakes from the book need of vLLM's NIXL package, in one table.
+"""What is needed of vLLM, in one table: its NIXL package's by handshakes from the book, its
+statistics' by our counts in /metrics.
 
-Names that are part of no interface: a release may change any of them. Where one
-is missing the engine publishes only, and says which.
+Names that are part of no interface: a release may change any of them. Where one of
+NIXL's is missing the engine publishes only, where one of the statistics' is the
+counts are in the log only; and it says which.
 """
 
 from __future__ import annotations
@@ -9,10 +11,22 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["ATTRIBUTES", "FUNCTIONS", "METHODS", "NIXL", "missing_seams"]
+__all__ = [
+    "ANSWERED",
+    "ATTRIBUTES",
+    "FUNCTIONS",
+    "HOOKS",
+    "METHODS",
+    "NIXL",
+    "V1",
+    "missing_seams",
+    "missing_stats_seams",
+]
 
-NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+NIXL = f"{V1}.nixl"
 
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {"base_worker": ("zmq_ctx",)}
 """By module."""
@@ -68,6 +82,27 @@ ATTRIBUTES: Mapping[tuple[str, str], tuple[str, ...]] = {
 }
 """By module and class: what its `__init__` sets."""
 
+HOOKS: Mapping[str, tuple[str, ...]] = {
+    "get_kv_connector_stats": (),
+    "build_kv_connector_stats": ("data",),
+    "build_prom_metrics": (
+        "vllm_config",
+        "metric_types",
+        "labelnames",
+        "per_engine_labelvalues",
+    ),
+}
+"""Where every connector is asked for statistics: methods with their parameters."""
+
+ANSWERED: Mapping[str, tuple[str, ...]] = {
+    "KVConnectorStats": ("reset", "aggregate", "reduce", "is_empty"),
+    "KVConnectorPromMetrics": ("observe",),
+}
+"""By class of vLLM's statistics: the methods that ours answer for the connector's own."""
+
+_NEWER = ("to_dict",)
+"""A method that some releases have besides, and ours too."""
+
 
 def missing_seams() -> tuple[str, ...]:
     """What the vLLM at hand lacks; empty where all is there."""
@@ -98,3 +133,28 @@ def missing_seams() -> tuple[str, ...]:
         code = getattr(getattr(cls, "__init__", None), "__code__", None)
         lacking += [f"{owner}.{one}" for one in names if code and one not in code.co_names]
     return tuple(lacking)
+
+
+def missing_stats_seams() -> tuple[str, ...]:
+    """What the vLLM at hand lacks, or has besides, of statistics as ours know them; empty
+    where they fit. A method that is not known would be answered for nobody's connector."""
+    try:
+        base: Any = importlib.import_module(f"{V1}.base")
+        metrics: Any = importlib.import_module(f"{V1}.metrics")
+    except ImportError as error:
+        return (str(error),)
+    found = []
+    for name, parameters in HOOKS.items():
+        hook = getattr(base.KVConnectorBase_V1, name, None)
+        if hook is None:
+            found.append(f"has no KVConnectorBase_V1.{name}")
+            continue
+        known = [one for one in inspect.signature(hook).parameters if one != "self"]
+        if known != list(parameters):
+            found.append(f"has KVConnectorBase_V1.{name}({', '.join(known)})")
+    for owner, methods in ANSWERED.items():
+        cls = getattr(metrics, owner, None)
+        there = {name for name in dir(cls) if name[0] != "_" and callable(getattr(cls, name))}
+        found += [f"has no {owner}.{name}" for name in methods if name not in there]
+        found += [f"has {owner}.{name} too" for name in sorted(there - {*methods, *_NEWER})]
+    return tuple(found)
