@@ -408,14 +408,16 @@ def test_a_second_logger_of_a_process_takes_the_place_of_the_first():
             shared.unregister(collector)
 
 
-def test_a_registry_that_takes_no_counters_of_ours_still_has_vllms(log):
+@pytest.mark.parametrize("parent", [None, connectors.MultiConnector], ids=["alone", "a child"])
+def test_a_registry_that_takes_no_counters_of_ours_still_has_vllms(log, parent):
     registry = prometheus_client.CollectorRegistry()
     taken = prometheus_client.Counter("rankbook_requests", "Somebody else's.", registry=registry)
-    whole = Engine(NIXL_PUSH | OURS, registry=registry)
+    whole = Engine(multi(NIXL_PUSH, **OURS) if parent else NIXL_PUSH | OURS, registry=registry)
     assert said(log, "counts stay in the log") == 1
-    worker = nixl_worker()
+    worker = nixl_worker(pairs_with(shaken=1))
+    stage = connector(VLLMS if parent else connectors.NixlPushConnector, worker=worker)
     transfer(worker, 4096)
-    whole.step([connector(connectors.NixlPushConnector, worker=worker)])
+    whole.step([counting(connector(parent, children=[stage]) if parent else stage)])
     assert whole.sample("vllm:nixl_bytes_transferred_sum") == 4096
     assert taken._value.get() == 0
 

@@ -230,7 +230,7 @@ class CountedProm(KVConnectorPromMetrics):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Registers ours; vLLM's are.
+        """Registers ours; where that fails, vLLM's are still shown.
 
         Args:
             inner: vLLM's; None where its connector has none.
@@ -241,8 +241,12 @@ class CountedProm(KVConnectorPromMetrics):  # type: ignore[misc]
         """
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._inner = inner
-        make = metric_types[prometheus_client.Counter]
-        self._samples = _samples(make, labelnames, per_engine_labelvalues)
+        self._samples: Mapping[str, Mapping[int, Any]] = {}
+        try:
+            make = metric_types[prometheus_client.Counter]
+            self._samples = _samples(make, labelnames, per_engine_labelvalues)
+        except Exception:  # noqa: BLE001 - an engine is not to be lost for this
+            logger.exception("rankbook fallback: counts stay in the log: vLLM takes no counters")
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Shows what was counted meanwhile."""
@@ -250,7 +254,7 @@ class CountedProm(KVConnectorPromMetrics):  # type: ignore[misc]
         if self._inner is not None and theirs:
             self._inner.observe(theirs, engine_idx)
         for what, count in ours.items():
-            sample = self._samples[what].get(engine_idx)
+            sample = self._samples.get(what, {}).get(engine_idx)
             if sample is not None:
                 sample.inc(count)
 
@@ -300,12 +304,7 @@ class StatsMixin(_Connector):  # type: ignore[misc]
     ) -> Any:
         """vLLM's metrics with ours."""
         arguments = (vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        inner = super().build_prom_metrics(*arguments)
-        try:
-            return CountedProm(inner, *arguments)
-        except Exception:  # noqa: BLE001 - an engine is not to be lost for this
-            logger.exception("rankbook fallback: counts stay in the log: vLLM takes no counters")
-            return inner
+        return CountedProm(super().build_prom_metrics(*arguments), *arguments)
 
 
 def stats_mixins(base: type[Any]) -> tuple[type[Any], ...]:
