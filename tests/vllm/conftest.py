@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from tests.vllm.engine import Engine, Registry, make_model
+from tests.vllm.forged import Forger
 from tests.vllm.pair import Pair
 from tests.vllm.starved import StarvationWatch
 from tests.vllm.truth import PROMPTS, Truth
@@ -114,3 +115,11 @@ def start_engine(model: Path, logs: Path, request: pytest.FixtureRequest):
 def make_pair(start_engine, registry: Registry) -> Callable[..., Pair]:
     """Makes a `Pair` at the shared registry; start it with `with`."""
     return functools.partial(Pair, start_engine, registry.address)
+
+
+@pytest.fixture
+def forger(registry: Registry) -> Iterator[Forger]:
+    """Publishes records of engines that do not run; takes them out after the test."""
+    made = Forger(registry.address)
+    yield made
+    made.close()

@@ -1,26 +1,38 @@
-"""MultiConnector over two stages, with a child that would refuse the second one."""
+"""MultiConnector over two stages: a child that would drop one ends the start, by name."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 from tests.vllm.watcher import Watcher
 
 import rankbook
-from rankbook import State
+from rankbook import EngineFilter, State
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
+HERE = Path(__file__).parent
 ENGINE = "prefill-d-0"
+OURS = EngineFilter(engine_id=ENGINE)
+NOWHERE = {"shared_storage_path": "/nonexistent"}
 
 
 @pytest.fixture(scope="module")
-def engine(start_engine, registry):
-    made = start_engine(
+def watcher(registry):
+    made = Watcher(registry.address, ENGINE)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def log(start_engine, registry, watcher):
+    """What an engine said that did not start."""
+    engine = start_engine(
         engine_id=ENGINE,
         connector="MultiConnector",
-        # By default vLLM kills its own processes; with time to end they sign out.
-        arguments=("--shutdown-timeout", "20"),
-        settings={"endpoints": registry.address, "ttl_s": 60, "required": True},
+        settings={"endpoints": registry.address, "ttl_s": 60},
+        env={"PYTHONPATH": os.pathsep.join([str(HERE / "quiet"), str(HERE)])},
         extra={
             "connectors": [
                 {
@@ -31,37 +43,38 @@ def engine(start_engine, registry):
                 {
                     "kv_connector": "ExampleConnector",
                     "kv_role": "kv_both",
-                    "kv_connector_extra_config": {"shared_storage_path": "/nonexistent"},
+                    "kv_connector_extra_config": NOWHERE,
+                },
+                {
+                    "kv_connector": "FirstStageConnector",
+                    "kv_connector_module_path": "first_stage_connector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": NOWHERE,
                 },
             ]
         },
     )
-    made.wait_serving()
-    return made
+    assert engine.process.wait(240) != 0
+    return engine.log.read_text()
 
 
-def test_it_is_sealed_by_the_time_it_serves_where_required(engine, registry):
+def test_a_child_that_would_drop_a_stage_ends_the_start_by_name_with_what_to_do(log):
+    assert "FirstStageConnector needs its peers' handshake metadata" in log
+    assert "of 2 it would keep the first" in log
+    assert "Set pipeline_parallel_size to 1, or take a connector that knows stages" in log
+    assert "Application startup complete" not in log
+
+
+def test_a_child_that_ignores_metadata_is_named_and_does_not_end_it(log):
+    passed = log.index("ExampleConnector takes no handshake metadata")
+    assert passed < log.index("FirstStageConnector needs")
+
+
+def test_nobody_was_told_that_it_may_be_used(log, watcher, registry):
     with rankbook.Client(registry.address) as client:
-        topology = client.get_topology(ENGINE)
-    assert topology.engine.state is State.READY
-    assert topology.engine.core.connector == "MultiConnector"
-    assert [worker.handshake.format for worker in topology.workers] == ["vllm.nixl"] * 2
-    assert all(worker.handshake.payload for worker in topology.workers)
-
-
-def test_the_child_that_ignores_metadata_is_named_in_the_log(engine):
-    assert "ExampleConnector takes no handshake metadata" in engine.log.read_text()
-
-
-def test_stopping_it_cleanly_takes_it_out_at_once(engine, registry):
-    watcher = Watcher(registry.address, ENGINE)
-    try:
-        watcher.wait_for(lambda state: state is State.READY, 30)
-        asked = time.monotonic()
-        engine.terminate()
-        engine.process.wait(60)
-        # The lease would live 60 s more.
-        _, seen = watcher.wait_for(lambda state: state is State.GONE, 1.0, since=asked)
-        assert seen.workers == ()
-    finally:
-        watcher.close()
+        deadline = time.monotonic() + 30
+        states = [State.FORMING]
+        while any(state is not State.GONE for state in states):
+            assert time.monotonic() < deadline, states
+            states = [one.state for one in client.list_engines(OURS).engines]
+    assert State.READY not in watcher.states

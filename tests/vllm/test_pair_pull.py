@@ -1,7 +1,7 @@
 """NIXL pull between engines of one stage: real KV, right tokens."""
 
 import pytest
-from tests.vllm.pair_claims import PairClaims
+from tests.vllm.pair_claims import PairClaims, RefusalClaims
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -15,3 +15,7 @@ def pair(truth, make_pair):
 
 class TestPull(PairClaims):
     """The decode engine reads."""
+
+
+class TestPullRefused(RefusalClaims):
+    """The decode engine is asked to read from others."""

@@ -6,9 +6,12 @@ RANKBOOK_STARTS says of how many (3).
 """
 
 import os
+import uuid
 
 import pytest
-from tests.vllm.pair_claims import PairClaims
+from tests.vllm.pair import Moved, bytes_of
+from tests.vllm.pair_claims import ASKED, PairClaims, RefusalClaims, is_refused
+from tests.vllm.truth import ANSWER_TOKENS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -36,3 +39,35 @@ def pair(request, truth, make_pair):
 
 class TestPush(PairClaims):
     """Four layers over two stages, in one."""
+
+
+class TestPushToAGroup:
+    """A request that names a group in place of an engine."""
+
+    def test_a_group_stands_for_its_engine_where_no_blocks_are_named(self, pair, truth):
+        before = pair.moved()
+        answer = pair.ask(
+            ASKED,
+            change_params=lambda _: {"do_remote_prefill": True, "group": f"prefill-{pair.name}"},
+        )
+        assert answer.tokens == truth(ASKED)
+        moved = pair.wait_moved(before, bytes_of(ASKED))
+        assert moved == Moved(tokens=len(ASKED), computed=0, bytes=bytes_of(ASKED))
+        assert pair.wait_blocks_free() == {"producer": 0.0, "consumer": 0.0}
+
+    def test_a_group_is_refused_where_blocks_are_named_and_the_blocks_stay_good(self, pair, truth):
+        request_id = str(uuid.uuid4())
+        params = pair.prefill(ASKED, request_id)["kv_transfer_params"]
+        named = {**params, "remote_engine_id": None, "group": f"prefill-{pair.name}"}
+        log = is_refused(pair, named)
+        assert (
+            f"names group 'prefill-{pair.name}' and block ids: blocks are of one engine, name "
+            "it as remote_engine_id"
+        ) in log
+        (choice,) = pair.decode(ASKED, ANSWER_TOKENS, request_id, params)["choices"]
+        assert choice["token_ids"] == truth(ASKED)
+        assert pair.wait_blocks_free() == {"producer": 0.0, "consumer": 0.0}
+
+
+class TestPushRefused(RefusalClaims):
+    """The decode engine is asked to let itself be written to by others."""

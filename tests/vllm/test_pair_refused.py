@@ -1,11 +1,16 @@
-"""A pair that can never work is told so before NIXL is touched: pull from two stages."""
+"""A pair that can never work is told so before NIXL is touched: pull from two stages.
+
+The decode engine has two ranks, so that there are numbers that do not divide.
+"""
 
 from __future__ import annotations
 
 import time
 
 import pytest
+from tests.vllm import forged
 from tests.vllm.engine import NoAnswer, Refused
+from tests.vllm.pair_claims import is_refused, kv_of, wait_said
 from tests.vllm.truth import prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -15,18 +20,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 def pair(make_pair):
     # vLLM itself starts both without a word, and fails every request in the handshake.
     settings = {"side_channel": False, "prewarm": True, "peer_timeout_s": 2}
-    with make_pair(connector="NixlConnector", pp_size=2, settings=settings) as made:
+    ranks = {"arguments": ("--tensor-parallel-size", "2")}
+    with make_pair(connector="NixlConnector", pp_size=2, settings=settings, consumer=ranks) as made:
         made.wait_ready()
         wait_said(made.consumer, "no handshake in advance")
         yield made
-
-
-def wait_said(engine, words: str, timeout_s: float = 20.0) -> None:
-    """Waits until an engine's log has these words."""
-    deadline = time.monotonic() + timeout_s
-    while words not in engine.log.read_text():
-        assert time.monotonic() < deadline, f"{engine.engine_id} never said {words!r}"
-        time.sleep(0.05)
 
 
 def test_a_request_is_refused_with_the_rule_both_values_and_what_to_do(pair):
@@ -49,6 +47,17 @@ def test_it_was_said_before_any_request_where_workers_shake_hands_in_advance(pai
     early = log.index("no handshake in advance")
     assert early < log.index("handshake_failed")
     assert "use NixlPushConnector on both sides" in log[early : early + 1000]
+
+
+def test_ranks_that_do_not_divide_are_refused_with_both_numbers(pair, forger):
+    """Of the producer with three ranks there are the published records only: see `forged`."""
+    name = f"three-ranks-{pair.name}"
+    said = forger.publish(name, pair.producer.engine_id, forged.of_three_ranks)
+    log = is_refused(pair, kv_of(said))
+    refusal = next(line for line in log.splitlines() if "TP_NOT_DIVISIBLE" in line)
+    assert f"{name} cannot give KV to {pair.consumer.engine_id}" in refusal
+    assert "consumer tp_size 2 and producer tp_size 3 do not fit" in refusal
+    assert "start one of the two with another --tensor-parallel-size" in refusal
 
 
 def test_nothing_of_it_reached_nixl_and_the_engines_go_on(pair):
