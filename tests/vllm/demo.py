@@ -51,6 +51,7 @@ def run(folder: Path) -> int:
         engine_id=ENGINE,
         settings={"endpoints": registry.address, "group": "prefill-a"},
         env={"VLLM_PP_LAYER_PARTITION": "3,1"},
+        fork=False,
     )
     watcher = Watcher(registry.address, ENGINE)
     try:

@@ -32,6 +32,7 @@ def engine(start_engine, registry):
         settings={"endpoints": registry.address, "group": "prefill-a", "ttl_s": 60}
         | {"labels": {"zone": "a"}},
         env={"VLLM_PP_LAYER_PARTITION": "3,1"},
+        fork=False,
     )
     made.wait_serving()
     return made
@@ -93,7 +94,8 @@ def test_the_payload_is_that_stages_own(topology):
         payload = msgspec.msgpack.decode(worker.handshake.payload)
         agent = msgspec.msgpack.decode(payload["agent_metadata_bytes"])
         assert agent["engine_id"] == ENGINE
-        assert tuple(agent["region_names"]) == worker.layers.names
+        if "region_names" in agent:  # not in vLLM 0.28
+            assert tuple(agent["region_names"]) == worker.layers.names
         assert worker.compat.hash == payload["compatibility_hash"]
         assert worker.kv.block_len_bytes == agent["block_lens"][0]
 

@@ -23,6 +23,11 @@ import time
 
 os.sched_yield = lambda: time.sleep(0.0002)
 
+if "FORK_READY" in os.environ:
+    import fork_ready
+
+    fork_ready.put_in_place()
+
 
 def _quiet_nixl(module):
     """Makes agents without a progress thread, whatever their caller asks for."""
