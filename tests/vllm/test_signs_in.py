@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+import rankbook
 from rankbook.model import Handshake
 
 pytestmark = pytest.mark.vllm
@@ -96,10 +97,10 @@ def test_a_giver_is_not_asked_about_the_metadata_of_later_stages():
     connector.shutdown()
 
 
-def test_a_taker_that_knows_no_stages_keeps_vllms_guard_and_gets_the_rest():
+def test_a_taker_that_knows_no_stages_is_refused_those_and_gets_the_rest():
     connector = made(Taker)
     door = Door("10.0.0.5", 7000)
-    with pytest.raises(ValueError, match="does not support PP"):
+    with pytest.raises(rankbook.BadRequest, match="of 2 it would keep the first"):
         connector.set_xfer_handshake_metadata_pp_aware({(1, 0): door})
     connector.set_xfer_handshake_metadata_pp_aware({(0, 1): door})
     assert connector.taken == {1: door}

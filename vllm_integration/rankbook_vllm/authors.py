@@ -63,6 +63,8 @@ class _TakenFromTheBook(_SignsIn):
     vLLM's guard against metadata of later stages is for those who would lose it.
     """
 
+    _rankbook_unguarded = True
+
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         """Leaves them where they are: in the book."""
 

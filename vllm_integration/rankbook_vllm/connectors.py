@@ -203,12 +203,14 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
         """Gives vLLM's connector its metadata; leaves out who would refuse what it ignores."""
         children = getattr(self, "sub_connectors", None)
         for connector in children if children is not None else (self,):
-            base = getattr(type(connector), "_rankbook_base", type(connector))
-            if not _vllm.passes_guard(base, metadata):
+            kind = type(connector)
+            base = getattr(kind, "_rankbook_base", kind)
+            unguarded = getattr(kind, "_rankbook_unguarded", False)
+            if not unguarded and not _vllm.passes_guard(base, metadata):
                 logger.info(
                     "rankbook: %s takes no handshake metadata; the engine's %d workers are "
                     "published, and vLLM's guard against pipeline stages is not asked",
-                    type(connector).__name__,
+                    kind.__name__,
                     len(metadata),
                 )
             elif connector is self:
