@@ -119,6 +119,10 @@ def test_the_connectors_shutdown_ends_its_peers(giver):
         peers.topology("prefill-a-0", timeout_s=1)
 
 
+def test_a_connector_has_one_copy_of_the_book_whoever_looks_into_it(giver):
+    assert Peers(giver).book is Peers(giver, mode="push").book is giver._rankbook_follow()
+
+
 def test_peers_are_of_a_connector_that_signs_in():
     with pytest.raises(TypeError, match="Plain does not sign in: decorate it @signs_in"):
         Peers(made(Plain))

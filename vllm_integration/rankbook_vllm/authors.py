@@ -25,14 +25,13 @@ The README has the whole of it. Errors are those of `rankbook.errors`.
 
 from __future__ import annotations
 
-import os
 from typing import Any, TypeVar, cast
 
 from rankbook.errors import BadRecord
 from rankbook.model import Topology
 from rankbook.pairing import plan_side
 from rankbook.transfer import Plan, Rank, TransferMode, plan_transfer
-from rankbook_vllm import _vllm, config, connectors
+from rankbook_vllm import _vllm, connectors
 from rankbook_vllm.handshake import check_peers
 from rankbook_vllm.parts import Part, Share, readers_of, share_of, worker_of
 from rankbook_vllm.peers import PeerBook
@@ -47,14 +46,6 @@ _Starts = tuple[str, str, str, str]
 
 class _SignsIn:
     """Goes before a connector from outside, after what every connector gets."""
-
-    _rankbook_peers: tuple[Peers, ...] = ()
-
-    def shutdown(self) -> None:
-        """Ends what `Peers` began, then does what the connector does."""
-        for peers in self._rankbook_peers:
-            peers.close()
-        super().shutdown()  # type: ignore[misc]
 
 
 class _TakenFromTheBook(_SignsIn):
@@ -97,8 +88,9 @@ def signs_in(connector: C) -> C:
 class Peers:
     """The peers of a connector's engine, out of this process's copy of the book.
 
-    Safe to use from many threads. Only `topology` waits; the copy is kept by a
-    watch and goes on answering while the registry is away.
+    Safe to use from many threads. Only `topology` and what needs `own` wait; the
+    copy is kept by a watch, goes on answering while the registry is away, and ends
+    with the connector's `shutdown`.
     """
 
     def __init__(self, connector: Any, *, mode: TransferMode | str = TransferMode.PULL) -> None:
@@ -111,29 +103,19 @@ class Peers:
 
         Raises:
             TypeError: The connector's class does not sign in.
-            BadRequest: A rankbook setting is unknown or wrong.
         """
         if not issubclass(type(connector), _SignsIn):
             raise TypeError(f"{type(connector).__name__} does not sign in: decorate it @signs_in")
         self._connector: Any = connector
-        transfer = self._connector._rankbook_args[0].kv_transfer_config
-        settings = config.load(transfer.kv_connector_extra_config.get("rankbook"), os.environ)
         self._mode = mode
-        self._timeout_s = settings.peer_timeout_s
+        self._timeout_s: float = connector._rankbook_settings.peer_timeout_s
         self._plans: dict[_Starts, Plan] = {}
-        self.engine_id: str = transfer.engine_id
+        self.engine_id: str = connector._rankbook_args[0].kv_transfer_config.engine_id
         """This engine."""
-        self.book = PeerBook(
-            settings, _vllm.logger, without_payload=not _vllm.is_worker(self._connector.role)
-        )
-        """The copy itself, for looking without waiting and for callbacks."""
+        self.book: PeerBook = connector._rankbook_follow()
+        """The copy itself, for looking without waiting and for callbacks. All of the
+        connector that looks into the book shares it."""
         self.book.start()
-        connector._rankbook_peers += (self,)
-
-    def close(self) -> None:
-        """Ends the copy's upkeep within two seconds; the connector's `shutdown` calls
-        it too. May be called again."""
-        self.book.close()
 
     @property
     def generation(self) -> str:

@@ -74,6 +74,8 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
         self._rankbook_notes: tuple[Note, ...] = ()
         self._rankbook_start: Start | None = None
         self._rankbook_args = (vllm_config, kv_cache_config)
+        self._rankbook_settings = settings
+        self._rankbook_in_worker = _vllm.is_worker(role)
         self._rankbook_key = (str(role), str(transfer.engine_id))
         signs_in = _signing_in.setdefault(self._rankbook_key, self) is self
         with _vllm.without_bootstrap(transfer, settings):
@@ -81,14 +83,11 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
         if not signs_in:
             return
         if settings.handshake == "book":
-            # What the scheduler needs of a peer is its sizes and state, not its payloads.
-            book = PeerBook(settings, logger, without_payload=not _vllm.is_worker(role))
-            extended = _vllm.extend(self, settings, book)
+            extended = _vllm.extend(self, settings, self._rankbook_follow)
             if extended is not None:
-                self._rankbook_book = book
                 self._rankbook_halves = extended
                 self._rankbook_tally = _vllm.Tally(self)
-        if _vllm.is_worker(role):
+        if self._rankbook_in_worker:
             publisher = Publisher(settings, logger)
             publisher.start = _vllm.agree_on_start(lambda: publisher.begin(transfer.engine_id))
             self._rankbook_start = publisher.start
@@ -102,6 +101,15 @@ class RankbookMixin(_Connector):  # type: ignore[misc]
                 addresses=_vllm.side_channel(self) if settings.side_channel else (),
                 clock=time.perf_counter,  # the clock that NIXL's own listener answers with
             )
+
+    def _rankbook_follow(self) -> PeerBook:
+        """This process's copy of the book, one for all who ask; not started here."""
+        if self._rankbook_book is None:
+            # What the scheduler needs of a peer is its sizes and state, not its payloads.
+            self._rankbook_book = PeerBook(
+                self._rankbook_settings, logger, without_payload=not self._rankbook_in_worker
+            )
+        return self._rankbook_book
 
     @property
     def rankbook_generation(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import vllm
@@ -15,13 +16,16 @@ from rankbook_vllm.peers import PeerBook
 __all__ = ["extend", "handshake_for"]
 
 
-def extend(connector: Any, settings: Settings, book: PeerBook) -> tuple[SchedulerHalf, ...] | None:
+def extend(
+    connector: Any, settings: Settings, follow: Callable[[], PeerBook]
+) -> tuple[SchedulerHalf, ...] | None:
     """Puts the book before everything in a connector, and its children, that shakes hands.
 
     Args:
         connector: vLLM's connector, made and not yet used.
         settings: This engine's.
-        book: The process's copy of the book; started by the caller.
+        follow: Gives the process's copy of the book, where there is something to put it
+            before; started by the caller.
 
     Returns:
         What was added to schedulers; None where there is nothing to extend, or
@@ -45,6 +49,7 @@ def extend(connector: Any, settings: Settings, book: PeerBook) -> tuple[Schedule
             )
             continue
         found = True
+        book = follow()
         for scheduler, worker in ours:
             if worker is not None:
                 family.extend_worker(worker, settings, book)
