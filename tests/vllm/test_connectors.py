@@ -27,7 +27,10 @@ with warnings.catch_warnings():
         KVConnectorBase_V1,
         KVConnectorRole,
     )
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        NIXL_CONNECTOR_VERSION,
+        NixlHandshakePayload,
+    )
 
     from rankbook_vllm import _vllm, connectors
 
@@ -108,7 +111,7 @@ def test_nixls_payload_is_published_as_nixl_encodes_it():
     payload = NixlHandshakePayload("c0ffee", b"\x00agent")
     handshake = _vllm.handshake_of(payload)
     assert handshake.format == "vllm.nixl"
-    assert handshake.version == 14
+    assert handshake.version == NIXL_CONNECTOR_VERSION
     assert msgspec.msgpack.Decoder(NixlHandshakePayload).decode(handshake.payload) == payload
 
 

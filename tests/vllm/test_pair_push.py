@@ -1,8 +1,8 @@
 """NIXL push from two prefill stages to one decode engine: real KV, right tokens.
 
-Every claim is checked on several fresh starts of the uneven split: what goes
-wrong with a handshake goes wrong in the first seconds of some starts only.
-RANKBOOK_STARTS says of how many (3).
+Every claim about KV is checked on several fresh starts: what goes wrong with a
+handshake goes wrong in the first seconds of some starts only. RANKBOOK_STARTS
+says of how many (3); the first has an even split, the others an uneven one.
 """
 
 import os
@@ -16,11 +16,12 @@ from tests.vllm.truth import ANSWER_TOKENS
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STARTS = int(os.environ.get("RANKBOOK_STARTS", "3"))
+EVEN = "2,2"
 
 
 @pytest.fixture(
     scope="module",
-    params=["2,2", *(f"3,1 start {number}" for number in range(1, STARTS + 1))],
+    params=[EVEN, *(f"3,1 start {number}" for number in range(2, STARTS + 1))],
 )
 def pair(request, truth, make_pair):
     """A pair with an even split, then pairs with one that nothing gets right by dividing.
@@ -32,7 +33,7 @@ def pair(request, truth, make_pair):
         connector="NixlPushConnector",
         pp_size=2,
         partition=partition,
-        settings={"side_channel": partition == "2,2"},
+        settings={"side_channel": partition == EVEN},
     ) as made:
         yield made
 
@@ -41,6 +42,7 @@ class TestPush(PairClaims):
     """Four layers over two stages, in one."""
 
 
+@pytest.mark.parametrize("pair", [EVEN], indirect=True)
 class TestPushToAGroup:
     """A request that names a group in place of an engine."""
 
@@ -69,5 +71,6 @@ class TestPushToAGroup:
         assert pair.wait_blocks_free() == {"producer": 0.0, "consumer": 0.0}
 
 
+@pytest.mark.parametrize("pair", [EVEN], indirect=True)
 class TestPushRefused(RefusalClaims):
     """The decode engine is asked to let itself be written to by others."""
