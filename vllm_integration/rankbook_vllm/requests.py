@@ -7,7 +7,10 @@ waits here: a request that must wait is asked about again at the next step.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +30,19 @@ from rankbook.model import Address, Role, State, Topology
 from rankbook_vllm.config import Settings, bare_host
 from rankbook_vllm.lookup import Answer, Refuse, Use, Wait
 
-__all__ = ["Known", "Requests", "Verdict", "address_of", "transfer_tp_size"]
+__all__ = ["WAITED", "Known", "Requests", "Verdict", "address_of", "transfer_tp_size"]
 
 Params = MutableMapping[str, Any]
+
+_MAX_TEXT = 512
+"""Characters of a name in a request. An engine_id has at most 256 (`rankbook.limits`); vLLM makes
+request ids of a client's, of a few hundred."""
+_MAX_SIZE = 65_535
+"""Of a port, and more than any number of ranks."""
+_MAX_BLOCKS = 1 << 18
+"""Block ids of a request: four million tokens in blocks of 16. Each is looked at."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
 
 
 class Known(Protocol):
@@ -46,6 +59,11 @@ class Known(Protocol):
     def engines(self) -> tuple[Topology, ...]:
         """Every engine as last seen."""
         ...
+
+
+WAITED = 0.4
+"""The part of the time for which a producer keeps blocks that a request may wait for its peer,
+and once more for the handshake; the rest is for the way from the producer to here."""
 
 
 class Verdict(Enum):
@@ -78,15 +96,31 @@ def address_of(topology: Topology) -> Address | None:
     return next((a for a in addresses if a.label == "side-channel"), None)
 
 
-def _text(params: Params, name: str) -> str:
+def _text(params: Mapping[str, Any], name: str) -> str:
     """A parameter that is text; empty where it is absent."""
     value = params.get(name)
-    if value is not None and not isinstance(value, str):
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
         raise BadRequest(
-            f"kv_transfer_params {name} is {value!r}: it takes the text that the producer returned",
-            metadata={"field": name, "value": value, "rule": "text"},
+            f"kv_transfer_params {name} is {_short(value)}: it takes the text that the producer "
+            f"returned, at most {_MAX_TEXT} characters",
+            metadata={
+                "field": name,
+                "value": _short(value),
+                "rule": f"text of at most {_MAX_TEXT} characters",
+            },
         )
-    return value or ""
+    return value
+
+
+def _short(value: object) -> str:
+    """What a request said, as far as a line of the log takes it."""
+    return _SHORT.repr(value)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_SIZE
 
 
 def _same(given: object, sealed: object) -> bool:
@@ -96,11 +130,10 @@ def _same(given: object, sealed: object) -> bool:
 
 def _are_block_ids(value: object) -> bool:
     """Whether it is a list of block ids, or of such lists, with at least one entry."""
-    return (
-        isinstance(value, list | tuple)
-        and bool(value)
-        and all(isinstance(block, int) for block in _flat(value))
-    )
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    ids = tuple(itertools.islice(_flat(value), _MAX_BLOCKS + 1))
+    return len(ids) <= _MAX_BLOCKS and all(isinstance(block, int) for block in ids)
 
 
 def _flat(block_ids: Sequence[Any]) -> Iterator[Any]:
@@ -120,7 +153,7 @@ def _check_blocks(block_ids: Sequence[Any], topology: Topology) -> None:
     """
     held = min(
         (
-            kv.num_blocks // kv.physical_blocks_per_logical
+            kv.num_blocks // (kv.physical_blocks_per_logical or 1)
             for kv in (worker.kv for worker in topology.workers)
             if kv is not None and kv.num_blocks
         ),
@@ -143,6 +176,14 @@ def _check_blocks(block_ids: Sequence[Any], topology: Topology) -> None:
         )
 
 
+def _unforeseen(error: Exception) -> RankbookError:
+    return BadRequest(
+        f"kv_transfer_params or the producer's record cannot be read ({type(error).__name__}); "
+        "the log has the trace",
+        metadata={"field": "kv_transfer_params", "value": type(error).__name__, "rule": "readable"},
+    )
+
+
 class Requests:
     """The requests of one engine that need a peer's KV."""
 
@@ -154,6 +195,7 @@ class Requests:
         clock: Callable[[], float],
         *,
         needs_block_ids: bool,
+        kept_s: float = math.inf,
     ) -> None:
         """Takes note.
 
@@ -164,7 +206,10 @@ class Requests:
             clock: Seconds that never go back, for deadlines.
             needs_block_ids: Whether this engine reads the blocks itself (pull) and
                 so must be told which.
+            kept_s: How long a producer keeps the blocks of a request that nobody has
+                come for.
         """
+        self._kept_s = kept_s
         self._book = book
         self._settings = settings
         self._log = log
@@ -183,20 +228,22 @@ class Requests:
         if request_id in self._gone_on:
             return Verdict.GO
         try:
+            if request_id not in self._pending:
+                self._check(params)
             answer = self._answer(params)
-        except RankbookError as error:
-            return self._fail(request_id, error)
-        if isinstance(answer, Refuse):
-            return self._fail(request_id, answer.why)
-        if isinstance(answer, Wait):
-            if self._is_foreign(params):
-                self.counts["foreign"] += 1
-                return self._go(request_id, params, "")
-            return self._wait(request_id, answer)
-        try:
+            if isinstance(answer, Refuse):
+                return self._fail(request_id, answer.why)
+            if isinstance(answer, Wait):
+                if self._is_foreign(params):
+                    self.counts["foreign"] += 1
+                    return self._go(request_id, params, "")
+                return self._wait(request_id, params, answer)
             self._fill(request_id, params, answer.topology)
         except RankbookError as error:
             return self._fail(request_id, error)
+        except Exception as error:  # noqa: BLE001 - it would end the engine core
+            self._log.exception("rankbook: request %s could not be resolved", request_id)
+            return self._fail(request_id, _unforeseen(error))
         self.counts["resolved"] += 1
         return self._go(request_id, params, answer.topology.engine.generation)
 
@@ -230,10 +277,10 @@ class Requests:
 
     # -------------------------------------------------------------- deciding
 
-    def _answer(self, params: Params) -> Answer:
-        engine_id = _text(params, "remote_engine_id")
-        generation = _text(params, "remote_generation")
-        group = _text(params, "group")
+    def _check(self, params: Params) -> None:
+        """Looks at a request's parameters, once."""
+        engine_id, group = _text(params, "remote_engine_id"), _text(params, "group")
+        _text(params, "remote_generation")
         _text(params, "remote_request_id")
         if not engine_id and not group:
             raise BadRequest(
@@ -244,16 +291,20 @@ class Requests:
         blocks = params.get("remote_block_ids")
         if self._needs_block_ids and not _are_block_ids(blocks):
             raise BadRequest(
-                f"kv_transfer_params remote_block_ids is {blocks!r:.100}: this engine reads them "
+                f"kv_transfer_params remote_block_ids is {_short(blocks)}: this engine reads them "
                 f"from {engine_id or group}; send what the producer returned",
                 metadata={
                     "field": "remote_block_ids",
-                    "value": f"{blocks!r:.100}",
-                    "rule": "block ids",
+                    "value": _short(blocks),
+                    "rule": f"up to {_MAX_BLOCKS} block ids",
                 },
             )
+
+    def _answer(self, params: Params) -> Answer:
+        engine_id: str = params.get("remote_engine_id") or ""
+        generation: str = params.get("remote_generation") or ""
         if not engine_id:
-            found = self._of_group(params, group)
+            found = self._of_group(params, params["group"])
             if isinstance(found, Wait):
                 return found
             params["remote_engine_id"] = engine_id = found.topology.engine.engine_id
@@ -292,11 +343,17 @@ class Requests:
         return Use(ready[0])
 
     def _is_foreign(self, params: Mapping[str, Any]) -> bool:
-        """Whether the peer is one without rankbook, to be asked in vLLM's own way."""
-        needed = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id", "tp_size")
+        """Whether the peer is one without rankbook, to be asked in vLLM's own way. One
+        that names its start has it."""
+        sizes = [params.get(name, 1) for name in ("tp_size", "dcp_size", "pp_size")]
         return (
             self._settings.side_channel
-            and all(params.get(name) is not None for name in needed)
+            and not params.get("remote_generation")
+            and all(params.get(name) for name in ("remote_engine_id", "remote_request_id"))
+            and bool(_text(params, "remote_host"))
+            # vLLM counts with them where nothing catches what goes wrong.
+            and all(_is_size(one) for one in (params.get("remote_port"), *sizes))
+            and "tp_size" in params
             and self._book.get(params["remote_engine_id"]) is None
         )
 
@@ -319,10 +376,12 @@ class Requests:
         }
         if wrong:
             self._wrong(request_id, params, wrong)
-        if listens is None:
-            # Nobody dials it; NIXL tells peers apart by it, so it must be this engine's own.
-            sealed |= {"remote_host": topology.engine.engine_id, "remote_port": 0}
+        # Nobody dials it, and NIXL takes two engines of one address for one that started
+        # anew: "localhost", where vLLM is not told otherwise.
+        sealed |= {"remote_host": topology.engine.engine_id, "remote_port": 0}
         params.update(sealed)
+        if self._needs_block_ids and not isinstance(params["remote_block_ids"][0], list | tuple):
+            params["remote_block_ids"] = [params["remote_block_ids"]]  # vLLM's are by group
         params["remote_generation"] = topology.engine.generation
         for name, value in (("remote_request_id", request_id), ("remote_block_ids", ())):
             if params.get(name) is None:
@@ -331,7 +390,7 @@ class Requests:
     def _wrong(self, request_id: str, params: Params, wrong: Mapping[str, tuple[Any, Any]]) -> None:
         engine_id = params["remote_engine_id"]
         listed = ", ".join(
-            f"{name} {given!r} instead of {value!r}" for name, (given, value) in wrong.items()
+            f"{name} {_short(given)} instead of {value!r}" for name, (given, value) in wrong.items()
         )
         if self._settings.wrong_params == "refuse":
             raise Conflict(
@@ -339,7 +398,7 @@ class Requests:
                 "topology has them, or set wrong_params to correct",
                 reason=Reason.LAYOUT_CONFLICT,
                 metadata={"engine_id": engine_id}
-                | {name: f"{given} != {value}" for name, (given, value) in wrong.items()},
+                | {name: f"{_short(given)} != {value}" for name, (given, value) in wrong.items()},
             )
         self.counts["corrected"] += 1
         self._log.warning(
@@ -357,9 +416,13 @@ class Requests:
         self._gone_on[request_id] = (params["remote_engine_id"], generation)
         return Verdict.GO
 
-    def _wait(self, request_id: str, answer: Wait) -> Verdict:
+    def _wait(self, request_id: str, params: Params, answer: Wait) -> Verdict:
         now = self._clock()
         timeout_s = self._settings.peer_timeout_s
+        if self._needs_block_ids or params.get("remote_generation"):
+            # Its blocks are there already, and are freed if nobody comes. As much again
+            # is for the handshake.
+            timeout_s = min(timeout_s, self._kept_s * WAITED)
         pending = self._pending.setdefault(request_id, _Pending(now + timeout_s))
         if now >= pending.deadline_s:
             error = DeadlineExceeded(

@@ -1,7 +1,6 @@
 """A request names its producer; where that is, the sealed topology says."""
 
 import copy
-import dataclasses
 import logging
 
 import pytest
@@ -93,43 +92,13 @@ def test_four_parameters_are_enough_for_push(book, requests_of):
         "remote_generation": "g1",
         "remote_request_id": "cmpl-1",
         "remote_block_ids": (),
-        "remote_host": "10.0.0.5",
-        "remote_port": 5600,
+        # Two producers may listen at "localhost", which NIXL would take for one.
+        "remote_host": ENGINE,
+        "remote_port": 0,
         "tp_size": 2,
         "dcp_size": 1,
         "pp_size": 2,
     }
-
-
-@pytest.mark.parametrize("blocks", [[3, 4], ([3, 4],), [[3, 4], []]])
-def test_pull_keeps_the_block_ids_that_it_was_sent(book, requests_of, blocks):
-    book.put(engine())
-    params = least(remote_block_ids=copy.deepcopy(blocks))
-    assert requests_of(pull=True).ask("r", params) is Verdict.GO
-    assert params["remote_block_ids"] == blocks
-
-
-@pytest.mark.parametrize("blocks", [[128], [3, -1], ([3], [4, 1 << 40]), [[], [2**70]]], ids=repr)
-def test_pull_of_a_block_that_the_producer_has_not_fails(book, requests_of, blocks):
-    whole = engine()  # 256 physical blocks, two to a logical one
-    kv = dataclasses.replace(whole.workers[0].kv, physical_blocks_per_logical=2)
-    workers = tuple(dataclasses.replace(worker, kv=kv) for worker in whole.workers)
-    book.put(dataclasses.replace(whole, workers=workers))
-    requests = requests_of(pull=True)
-    assert requests.ask("r", least(remote_block_ids=[0, 127])) is Verdict.GO
-    assert requests.ask("s", least(remote_block_ids=blocks)) is Verdict.FAIL
-    error = requests.error("s")
-    assert isinstance(error, BadRequest)
-    assert (error.metadata["field"], error.metadata["rule"]) == ("remote_block_ids", "0 to 127")
-    assert requests_of().ask("s", least(remote_block_ids=blocks)) is Verdict.GO  # push ignores them
-
-
-def test_pull_takes_any_block_of_a_producer_that_does_not_say_how_many_it_has(book, requests_of):
-    whole = engine()
-    kv = dataclasses.replace(whole.workers[0].kv, num_blocks=0)
-    workers = tuple(dataclasses.replace(worker, kv=kv) for worker in whole.workers)
-    book.put(dataclasses.replace(whole, workers=workers))
-    assert requests_of(pull=True).ask("r", least(remote_block_ids=[4096])) is Verdict.GO
 
 
 def test_a_producer_without_a_listener_is_told_apart_by_its_name(book, requests_of):
@@ -194,7 +163,7 @@ def test_what_differs_from_the_topology_is_refused_where_so_set(book, requests_o
     error = requests.error("r")
     assert (type(error), error.reason) == (Conflict, Reason.LAYOUT_CONFLICT)
     assert repr(value) in error.message
-    assert error.metadata[name].startswith(f"{value} != ")
+    assert error.metadata[name].startswith(f"{value!r} != ")
     assert (requests.counts["refused"], requests.counts["corrected"]) == (1, 0)
 
 
@@ -494,7 +463,12 @@ def test_an_engine_that_is_named_wins_over_the_group(book, requests_of):
 
 # ------------------------------------------------------------------------- foreign
 
-VLLMS_OWN = {"remote_host": "10.0.0.9", "remote_port": 5600, "tp_size": 1}
+VLLMS_OWN = {
+    "remote_host": "10.0.0.9",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "remote_generation": None,  # which it does not know of
+}
 
 
 def test_a_peer_without_rankbook_is_left_to_vllm_untouched(requests_of):
@@ -508,7 +482,7 @@ def test_a_peer_without_rankbook_is_left_to_vllm_untouched(requests_of):
     assert (requests.counts["foreign"], requests.counts["resolved"]) == (1, 0)
 
 
-@pytest.mark.parametrize("missing", [*VLLMS_OWN, "remote_request_id"])
+@pytest.mark.parametrize("missing", ["remote_host", "remote_port", "tp_size", "remote_request_id"])
 def test_a_peer_whom_vllm_could_not_ask_is_waited_for(requests_of, missing):
     params = least(**VLLMS_OWN) | {missing: None}
     assert requests_of().ask("r", params) is Verdict.LATER
