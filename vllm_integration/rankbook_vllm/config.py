@@ -95,6 +95,12 @@ def _bad(name: str, value: object, rule: str) -> BadRequest:
     )
 
 
+def _secret(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _bad(name, type(value).__name__, "text; what it is is not shown")
+    return value
+
+
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise _bad(name, value, "text")
@@ -226,7 +232,7 @@ _READERS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
     "wrong_params": (_choice("correct", "refuse"), "RANKBOOK_WRONG_PARAMS"),
     "prewarm": (_flag, "RANKBOOK_PREWARM"),
     "labels": (_labels, "RANKBOOK_LABELS"),
-    "token": (_text, "RANKBOOK_TOKEN"),
+    "token": (_secret, "RANKBOOK_TOKEN"),
 }
 
 
@@ -245,8 +251,9 @@ def load(extra: object, env: Mapping[str, str]) -> Settings:
         extra = {}
     if not isinstance(extra, Mapping):
         raise BadRequest(
-            f"{_WHERE} is {extra!r}: it takes an object of settings",
-            metadata={"field": _WHERE, "value": str(extra)},
+            # Not its value, in which a token may be.
+            f"{_WHERE} is a {type(extra).__name__}: it takes an object of settings",
+            metadata={"field": _WHERE, "value": type(extra).__name__},
         )
     for key in extra:
         if key not in _READERS:

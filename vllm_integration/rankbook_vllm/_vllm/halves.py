@@ -44,6 +44,7 @@ class BookScheduler:
 
     def on_new_request(self, request: Any) -> None:
         """Resolves the request at once where its producer is known."""
+        _look_back(self, request)
         if _takes(request):
             if self.rankbook.requests.ask(_id(request), request.kv_transfer_params) is Verdict.GO:
                 super().on_new_request(request)  # type: ignore[misc]
@@ -53,7 +54,10 @@ class BookScheduler:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         """vLLM's answer; "ask me again" while the producer is not there yet."""
         half = self.rankbook
-        if _takes(request):
+        if _reads_back(request):
+            if half.requests.recheck(_id(request)) is Verdict.FAIL:
+                _compute(request)
+        elif _takes(request):
             if half.requests.went_on(_id(request)):
                 half.requests.recheck(_id(request))
             else:
@@ -118,6 +122,37 @@ class BookScheduler:
         """Starts vLLM's listener, unless it is not wanted."""
         if self.rankbook.settings.side_channel:
             super().set_xfer_handshake_metadata(metadata)  # type: ignore[misc]
+
+
+def _look_back(scheduler: Any, request: Any) -> None:
+    """Resolves a prefill that may read what its decode engine kept of the last turn. Where it
+    may not, the prompt is computed: nothing is lost but time."""
+    if not _reads_back(request):
+        return
+    requests = scheduler.rankbook.requests
+    # vLLM counts on that KV whether or not this engine ever reads back.
+    if (
+        not getattr(scheduler, "is_bidirectional_kv_xfer_enabled", False)
+        or requests.ask(_id(request), request.kv_transfer_params) is not Verdict.GO
+    ):
+        _compute(request)
+
+
+def _reads_back(request: Any) -> bool:
+    """Whether it is a prefill that names KV of its prompt at its decode engine."""
+    params = request.kv_transfer_params
+    return (
+        isinstance(params, dict)
+        and bool(params.get("do_remote_decode"))
+        and not params.get("do_remote_prefill")
+        and not params.get("_remote_blocks_processed")
+        and bool(params.get("remote_block_ids"))
+    )
+
+
+def _compute(request: Any) -> None:
+    for name in ("remote_block_ids", "remote_engine_id", "remote_request_id"):
+        request.kv_transfer_params.pop(name, None)
 
 
 def _takes(request: Any) -> bool:

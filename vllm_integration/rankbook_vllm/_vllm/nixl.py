@@ -56,7 +56,14 @@ def _read_call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
 def extend_scheduler(scheduler: Any, settings: Settings, book: PeerBook) -> SchedulerHalf:
     """Puts the book before a NIXL scheduler that was made and not yet used."""
     mode = getattr(scheduler, "_TRANSFER_MODE", "pull")
-    requests = Requests(book, settings, logger, time.monotonic, needs_block_ids=mode == "pull")
+    requests = Requests(
+        book,
+        settings,
+        logger,
+        time.monotonic,
+        needs_block_ids=mode == "pull",
+        kept_s=_kept_s(scheduler.vllm_config.kv_transfer_config),
+    )
     half = scheduler.rankbook = SchedulerHalf(requests, settings)
     become(scheduler, BookScheduler)
     return half
@@ -65,10 +72,9 @@ def extend_scheduler(scheduler: Any, settings: Settings, book: PeerBook) -> Sche
 def extend_worker(worker: Any, settings: Settings, book: PeerBook) -> WorkerHalf:
     """Puts the book before a NIXL worker that was made and not yet used."""
     answer_from_book()
-    # The producer's own, of which this side's is the best guess.
-    lease_s = float(worker.kv_transfer_config.get_from_extra_config("kv_lease_duration", 30))
-    pairs = Pairs(book, logger, lease_s=lease_s)
-    half = worker.rankbook = WorkerHalf(book, pairs, settings)
+    kept_s = _kept_s(worker.kv_transfer_config)
+    pairs = Pairs(book, logger, lease_s=kept_s)
+    half = worker.rankbook = WorkerHalf(book, pairs, settings, kept_s=kept_s)
     worker._handshake_initiation_executor = Gate(
         worker._handshake_initiation_executor,
         book,
@@ -83,6 +89,12 @@ def extend_worker(worker: Any, settings: Settings, book: PeerBook) -> WorkerHalf
         half.warm = lambda engine_id: _warm(worker, engine_id)
         book.on_change(lambda engine_id, _: half.warm(engine_id))
     return half
+
+
+def _kept_s(transfer: Any) -> float:
+    """How long a producer keeps blocks that nobody came for, in seconds: its own setting, of
+    which this side's is the best guess."""
+    return float(transfer.get_from_extra_config("kv_lease_duration", 30))
 
 
 def scheduler_of(part: Any) -> Any:

@@ -25,6 +25,7 @@ from rankbook_vllm.config import Settings
 from rankbook_vllm.handshake import Pairs
 from rankbook_vllm.lookup import Refuse
 from rankbook_vllm.peers import PeerBook
+from rankbook_vllm.requests import WAITED
 
 __all__ = ["BookWorker", "WorkerHalf", "warming"]
 
@@ -52,10 +53,14 @@ class _Held:
 class WorkerHalf:
     """What the book adds to a NIXL worker."""
 
-    def __init__(self, book: PeerBook, pairs: Pairs, settings: Settings) -> None:
+    def __init__(
+        self, book: PeerBook, pairs: Pairs, settings: Settings, *, kept_s: float = math.inf
+    ) -> None:
         self.book = book
         self.pairs = pairs
         self.settings = settings
+        self.handshake_s = kept_s * WAITED
+        """How long a request whose blocks are at its producer may wait for the handshake."""
         self.touching = threading.Lock()
         """Held by who uses a peer's tables off the main thread, and by who drops them."""
         self.held: dict[str, _Held] = {}
@@ -73,6 +78,23 @@ class WorkerHalf:
         """Shakes hands with a peer in advance, where that is wanted."""
         self.freed: OrderedDict[str, str] = OrderedDict()
         """Requests whose blocks were freed: producer's id by the id both sides share."""
+        self._asked: OrderedDict[str, float] = OrderedDict()
+
+    def waited(self, request_id: str, *, known: bool) -> float:
+        """Seconds that a request has waited for the handshake with its producer.
+
+        Args:
+            request_id: Of a request whose turn it is.
+            known: Whether the producer has been shaken hands with: then it need not wait,
+                and this is the last time that it is asked about.
+        """
+        now = time.monotonic()
+        asked_s = self._asked.pop(request_id, now)
+        if not known:
+            self._asked[request_id] = asked_s
+            while len(self._asked) > _REMEMBERED:  # those that never had another turn
+                self._asked.popitem(last=False)
+        return now - asked_s
 
 
 class BookWorker:
@@ -127,8 +149,22 @@ class BookWorker:
             _refuse(self, req_id, meta)
         elif engine_id in self._remote_agents and half.pairs.is_over(engine_id):  # type: ignore[attr-defined]
             half.held[req_id] = _held(half, engine_id, meta, None)
+        elif half.waited(req_id, known=engine_id in self._remote_agents) > half.handshake_s:  # type: ignore[attr-defined]
+            _say_late(half, req_id, engine_id)
+            if _is_awaited(meta):
+                _fail(self, req_id, meta.local_block_ids)
         else:
-            super()._read_blocks_for_req(req_id, meta)  # type: ignore[misc]
+            try:
+                super()._read_blocks_for_req(req_id, meta)  # type: ignore[misc]
+            except Exception:  # noqa: BLE001 - a step loop that raises ends the worker
+                logger.exception(
+                    "rankbook: request %s fails: what it says of its blocks at %s does not fit; "
+                    "send what the producer returned",
+                    req_id,
+                    engine_id,
+                )
+                if _is_awaited(meta):  # reads that have begun are waited for
+                    _fail(self, req_id, meta.local_block_ids)
 
     # ------------------------------------------------------- push, its writer
 
@@ -136,8 +172,14 @@ class BookWorker:
         half = self.rankbook
         engine_id = reg_data["remote_engine_id"]
         with half.touching:
-            if not _is_bound(half, engine_id, str(reg_data.get("remote_generation") or "")):
+            generation = str(reg_data.get("remote_generation") or "")
+            if not _is_bound(half, engine_id, generation):
                 _say_past(req_id, engine_id)
+                _report(self, req_id)
+                return
+            known = engine_id in self._remote_agents  # type: ignore[attr-defined]
+            if generation and half.waited(req_id, known=known) > half.handshake_s:
+                _say_late(half, req_id, engine_id)
                 _report(self, req_id)
                 return
             if engine_id in self._remote_agents and half.pairs.is_over(engine_id):  # type: ignore[attr-defined]
@@ -154,6 +196,15 @@ class BookWorker:
                 half.parked.append((request_id, local_block_ids, registration_data))
                 return
             engine_id = registration_data["decode_engine_id"]
+            if request_id not in self._reqs_to_process and request_id not in self._reqs_to_send:  # type: ignore[attr-defined]
+                # A handshake was waited for meanwhile; the blocks may be another request's.
+                _say_freed(half, registration_data["request_id"], engine_id, request_id)
+                return
+            if half.book.get(engine_id) is not None:
+                # It is not dialled, and NIXL takes two engines of one address for one that
+                # started anew: "localhost", where vLLM is not told otherwise.
+                own = {"decode_host": engine_id, "decode_port": 0}
+                registration_data = {**registration_data, **own}
             generation = str(registration_data.get("decode_generation") or "")
             if generation and engine_id not in self._remote_agents:  # type: ignore[attr-defined]
                 # Who waits for the same handshake would be refused with it.
@@ -178,17 +229,21 @@ class BookWorker:
             ours = self.rankbook.freed.get(_shared_id(request_id))
             if ours is None:
                 continue
-            pending_engine = pending.pop(request_id).get("decode_engine_id")
-            so_far = self.rankbook.pairs.count("late")
-            logger.error(
-                "rankbook: request %s of %s came for the blocks of request %s after they were "
-                "freed: its KV can never come, abort it there (%d so far). Raise "
-                "kv_lease_duration if decode engines are slow to ask",
-                request_id,
-                pending_engine,
-                ours,
-                so_far,
-            )
+            engine_id = pending.pop(request_id).get("decode_engine_id")
+            _say_freed(self.rankbook, request_id, engine_id, ours)
+
+
+def _say_freed(half: WorkerHalf, request_id: str, engine_id: object, ours: str) -> None:
+    """Says and counts that KV was asked for too late."""
+    logger.error(
+        "rankbook: request %s of %s came for the blocks of request %s after they were "
+        "freed: its KV can never come, abort it there (%d so far). Raise "
+        "kv_lease_duration if decode engines are slow to ask",
+        request_id,
+        engine_id,
+        ours,
+        half.pairs.count("late"),
+    )
 
 
 def _shared_id(request_id: str) -> str:
@@ -199,9 +254,11 @@ def _shared_id(request_id: str) -> str:
 
 
 def _note_freed(worker: Any, request_ids: Iterable[str]) -> None:
-    freed: OrderedDict[str, str] = worker.rankbook.freed
+    half: WorkerHalf = worker.rankbook
+    freed = half.freed
     for request_id in request_ids:
-        freed[_shared_id(request_id)] = request_id
+        if request_id not in half.pushes:  # one that was sent is missed by nobody
+            freed[_shared_id(request_id)] = request_id
     while len(freed) > _REMEMBERED:
         freed.popitem(last=False)
 
@@ -249,6 +306,16 @@ def _refuse(worker: Any, request_id: str, receive: Any) -> None:
     _say_past(request_id, receive.remote.engine_id)
     if _is_awaited(receive):
         _fail(worker, request_id, receive.local_block_ids)
+
+
+def _say_late(half: WorkerHalf, request_id: str, engine_id: str) -> None:
+    logger.error(
+        "rankbook: request %s fails: the handshake with %s took longer than %g s, and its blocks "
+        "there are kept no longer than kv_lease_duration; prefill again",
+        request_id,
+        engine_id,
+        half.handshake_s,
+    )
 
 
 def _say_past(request_id: str, engine_id: str) -> None:
