@@ -339,7 +339,7 @@ class Desk:
         self.half = nixl.extend_worker(self.worker, Settings(**options), self.book)
         self.pairs, self.nixl = self.half.pairs, self.worker.nixl_wrapper
         self.now_s = 1000.0
-        self.pairs._clock = lambda: self.now_s
+        self.pairs._clock = self.half._clock = lambda: self.now_s
         self.peer_role = {
             Role.PRODUCER: Role.CONSUMER,
             Role.CONSUMER: Role.PRODUCER,

@@ -174,7 +174,7 @@ def test_a_request_of_a_ready_producer_goes_on_at_once_and_is_shown_to_vllm_once
     assert schedule(scheduler, asked) == (TOKENS, True)
     assert scheduler.shown == ["r1"]
     sent = {name: asked.kv_transfer_params[name] for name in ("remote_host", "remote_port")}
-    assert sent == {"remote_host": LISTENS[0], "remote_port": LISTENS[1]}
+    assert sent == {"remote_host": PRODUCER, "remote_port": 0}
     sizes = {name: asked.kv_transfer_params[name] for name in ("tp_size", "dcp_size", "pp_size")}
     assert sizes == {"tp_size": 2, "dcp_size": 1, "pp_size": 2}
 
@@ -185,7 +185,7 @@ def test_vllm_keeps_the_lease_alive_of_a_request_that_went_on(make, book, kind):
     scheduler = make(kind)
     scheduler.on_new_request(decode())
     beat = step(scheduler).heartbeat_by_engine[PRODUCER]
-    assert (beat.host, beat.port, beat.req_ids) == (*LISTENS, {"cmpl-r1"})
+    assert (beat.host, beat.port, beat.req_ids) == (PRODUCER, 0, {"cmpl-r1"})
     assert (beat.tp_size, beat.pp_size) == (2, 2)
 
 
@@ -438,3 +438,67 @@ def test_the_class_keeps_its_name_and_stays_vllms(make):
     assert type(scheduler).__name__ == "Push"
     assert isinstance(scheduler, NixlPushConnectorScheduler)
     assert type(make(Push)) is type(scheduler)
+
+
+# ------------------------------------------------------------- what is read back
+
+
+def second_turn(**more):
+    """A prefill whose prompt is partly at the decode engine of the turn before."""
+    said = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": PRODUCER,
+        "remote_generation": "g1",
+        "remote_request_id": "cmpl-r1",
+        "remote_block_ids": ([1, 2, 3],),
+        "remote_num_tokens": TOKENS,
+    }
+    return request("r1", said | more)
+
+
+@pytest.fixture
+def reader(make):
+    scheduler = make(Pull)
+    scheduler.is_bidirectional_kv_xfer_enabled = True
+    scheduler.kv_recompute_threshold = 0
+    return scheduler
+
+
+def test_what_a_decode_engine_kept_is_read_from_the_start_that_kept_it(reader, book):
+    book.put(producer(role=Role.BOTH))
+    asked = second_turn()
+    reader.on_new_request(asked)
+    assert schedule(reader, asked) == (TOKENS, True)
+    meta = step(reader)
+    assert meta.reqs_to_recv["r1"].remote.engine_id == PRODUCER
+    assert meta.rankbook.generations == {"r1": "g1"}
+
+
+@pytest.mark.parametrize("known", [None, {"generation": "g2", "epoch": 2}, {"state": State.GONE}])
+def test_a_prompt_is_computed_where_what_was_kept_of_it_is_lost(reader, book, known):
+    if known is not None:
+        book.put(producer(role=Role.BOTH, **known))
+    asked = second_turn()
+    reader.on_new_request(asked)
+    assert schedule(reader, asked) == (0, False)
+    assert step(reader).reqs_to_recv == {}
+
+
+def test_a_prompt_is_computed_where_what_was_kept_goes_while_it_waits(reader, book):
+    book.put(producer(role=Role.BOTH))
+    asked = second_turn()
+    reader.on_new_request(asked)
+    book.put(producer(role=Role.BOTH, generation="g2", epoch=2))
+    assert schedule(reader, asked) == (0, False)
+
+
+def test_nothing_is_counted_on_by_an_engine_that_reads_nothing_back(make, book):
+    """vLLM would wait for KV that it has told no worker of."""
+    book.put(producer(role=Role.BOTH))
+    scheduler = make(Pull)
+    asked = second_turn(remote_host="10.0.0.7", remote_port=5600)
+    scheduler.on_new_request(asked)
+    assert schedule(scheduler, asked) == (0, False)
+    scheduler.request_finished(asked, BLOCKS)
+    assert held(scheduler) == []

@@ -257,6 +257,7 @@ def test_a_registration_that_shared_an_older_starts_handshake_waits_for_its_own(
 def test_a_dead_consumers_push_takes_nobody_with_it(producer, log):
     desk = producer()
     desk.book.put(desk.peer("g2"))
+    desk.worker._reqs_to_process.add("p1")
     desk.worker._do_start_push_kv("p1", BLOCKS, desk.registration("p1-there", "g1"))
     assert desk.worker._handshake_futures == {}
     assert "request p1 is not sent" in log.text

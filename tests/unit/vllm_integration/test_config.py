@@ -113,3 +113,19 @@ def test_addresses_are_taken_as_given_and_in_order():
 
 def test_the_token_is_not_shown():
     assert "s3cret" not in repr(load({"token": "s3cret"}, {}))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        '{"token": "s3cret"}',
+        [{"token": "s3cret"}],
+        {"token": ["s3cret"]},
+        {"token": {"value": "s3cret"}},
+    ],
+    ids=str,
+)
+def test_the_token_is_not_in_what_is_said_of_settings_that_are_wrong(extra):
+    with pytest.raises(BadRequest) as caught:
+        load(extra, {})
+    assert "s3cret" not in f"{caught.value} {caught.value.metadata}"

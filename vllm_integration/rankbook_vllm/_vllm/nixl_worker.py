@@ -54,7 +54,13 @@ class WorkerHalf:
     """What the book adds to a NIXL worker."""
 
     def __init__(
-        self, book: PeerBook, pairs: Pairs, settings: Settings, *, kept_s: float = math.inf
+        self,
+        book: PeerBook,
+        pairs: Pairs,
+        settings: Settings,
+        *,
+        kept_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.book = book
         self.pairs = pairs
@@ -79,6 +85,7 @@ class WorkerHalf:
         self.freed: OrderedDict[str, str] = OrderedDict()
         """Requests whose blocks were freed: producer's id by the id both sides share."""
         self._asked: OrderedDict[str, float] = OrderedDict()
+        self._clock = clock
 
     def waited(self, request_id: str, *, known: bool) -> float:
         """Seconds that a request has waited for the handshake with its producer.
@@ -88,7 +95,7 @@ class WorkerHalf:
             known: Whether the producer has been shaken hands with: then it need not wait,
                 and this is the last time that it is asked about.
         """
-        now = time.monotonic()
+        now = self._clock()
         asked_s = self._asked.pop(request_id, now)
         if not known:
             self._asked[request_id] = asked_s
