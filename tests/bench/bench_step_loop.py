@@ -72,7 +72,7 @@ def report(times: Path, mark: str) -> None:
         for line in path.read_text().splitlines():
             name, wall, cpu = line.split()
             longest[name] = max(longest.get(name, (0.0, 0.0)), (float(wall), float(cpu)))
-    _print(mark.removeprefix("mark-"))
+    _print(mark)
     for name, (wall, cpu) in sorted(longest.items(), key=lambda item: -item[1][0]):
         _print(f"  {name:28} wall {wall / 1e3:7.2f} ms  CPU {cpu / 1e3:7.2f} ms")
 
@@ -86,18 +86,18 @@ def main(requests: int) -> None:
 
         def phase(pair: Pair, mark: str, *, strangers: bool) -> None:
             serve(pair, 2, strangers=False)  # what only a first request costs is not of a step
-            (times / mark).touch()
+            (times / f"{mark}.mark").touch()
             serve(pair, requests, strangers)
             report(times, mark)
 
         with pair_of(model, folder, times, registry.address, plain=True) as pair:
-            phase(pair, "mark-1 vLLM's own connector", strangers=False)
+            phase(pair, "1 vLLM alone", strangers=False)
         with pair_of(model, folder, times, registry.address, plain=False) as pair:
-            phase(pair, "mark-2 rankbook", strangers=True)
+            phase(pair, "2 rankbook", strangers=True)
             registry.freeze()
-            phase(pair, "mark-3 rankbook, the registry frozen", strangers=True)
+            phase(pair, "3 rankbook, the registry frozen", strangers=True)
             registry.kill()
-            phase(pair, "mark-4 rankbook, no registry", strangers=True)
+            phase(pair, "4 rankbook, no registry", strangers=True)
 
 
 if __name__ == "__main__":

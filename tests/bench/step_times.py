@@ -45,7 +45,7 @@ def _timed(name: str, method: Any) -> Any:
             return method(*args, **kwargs)
         finally:
             wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-            mark = max((path.name for path in _FOLDER.glob("mark-*")), default="mark-none")
+            mark = max((path.stem for path in _FOLDER.glob("*.mark")), default="none")
             if wall > longest.get(mark, 0.0):
                 longest[mark] = wall
                 with (_FOLDER / f"{mark}.{os.getpid()}.times").open("a") as out:
