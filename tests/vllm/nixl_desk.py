@@ -294,7 +294,7 @@ def agent_metadata(engine_id, blob):
         agent_metadata=blob,
         kv_caches_base_addr=[0],
         device_id=0,
-        num_blocks=8,
+        num_blocks=256,  # as the records of `books` have it
         block_lens=[64],
         block_strides=[64],
         kv_cache_layout="NHD",

@@ -18,14 +18,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankbook.errors import (
+    DeadlineExceeded,
     Incompatible,
     Incomplete,
     NotFound,
     RankbookError,
     Reason,
     TransferError,
+    Unavailable,
 )
-from rankbook.model import Role, State, Topology
+from rankbook.model import Role, State, Topology, WorkerRecord
 from rankbook.pairing import peer_side
 from rankbook.transfer import compare_peers
 from rankbook_vllm.config import Settings
@@ -41,7 +43,11 @@ __all__ = [
     "check_peers",
     "has_all_stages",
     "payloads_of",
+    "workers_of",
 ]
+
+_BOUND_UNSEEN = 1024
+"""Engines that are used of one start though the book has never shown it, at most."""
 
 Key = tuple[int, int]
 """(pp_rank, transfer rank), as NIXL asks for a payload."""
@@ -66,12 +72,13 @@ class Pairing:
     """A peer as this worker shook hands with it."""
 
     generation: str
+    """Its start; empty where the book did not know the peer, which was asked itself."""
     payloads: tuple[bytes, ...] = field(repr=False)
     """What it published: something else, and the peer's memory is another."""
 
 
-def payloads_of(topology: Topology, ranks: Sequence[int]) -> dict[Key, bytes]:
-    """A peer's handshake payloads by (pp_rank, transfer rank), for every stage.
+def workers_of(topology: Topology, ranks: Sequence[int]) -> dict[Key, WorkerRecord]:
+    """A peer's workers by (pp_rank, transfer rank), for every stage; each has a payload.
 
     Args:
         topology: The peer, whole.
@@ -83,13 +90,13 @@ def payloads_of(topology: Topology, ranks: Sequence[int]) -> dict[Key, bytes]:
     """
     layout = topology.engine.layout
     sharded = layout.pcp_size > 1 and layout.dcp_size > 1
-    found: dict[Key, bytes] = {}
+    found: dict[Key, WorkerRecord] = {}
     for pp_rank in range(layout.pp_size):
         for rank in ranks:
             pcp_rank, tp_rank = divmod(rank, layout.tp_size) if sharded else (0, rank)
             record = topology.worker(pp_rank, tp_rank, pcp_rank)
             handshake = record.handshake if record is not None else None
-            if handshake is None or not handshake.payload:
+            if record is None or handshake is None or not handshake.payload:
                 raise Incomplete(
                     f"{topology.engine.engine_id} has no payload for pp{pp_rank} tp{tp_rank}",
                     metadata={
@@ -103,8 +110,16 @@ def payloads_of(topology: Topology, ranks: Sequence[int]) -> dict[Key, bytes]:
                     "needs vllm.nixl: run the same connector on both sides",
                     metadata={"producer": handshake.format, "consumer": "vllm.nixl"},
                 )
-            found[pp_rank, rank] = handshake.payload
+            found[pp_rank, rank] = record
     return found
+
+
+def payloads_of(topology: Topology, ranks: Sequence[int]) -> dict[Key, bytes]:
+    """The handshake payloads of these workers; raises as `workers_of`."""
+    return {
+        key: record.handshake.payload if record.handshake else b""
+        for key, record in workers_of(topology, ranks).items()
+    }
 
 
 def pairing_of(topology: Topology) -> Pairing:
@@ -181,6 +196,15 @@ class _Over:
     """Whether every worker of that start has ended for sure."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """The start that an engine is used of."""
+
+    generation: str
+    seen: bool
+    """Whether the book here has shown it: what it shows next came after."""
+
+
 class Pairs:
     """Whom this worker has shaken hands with, and which of these are over.
 
@@ -212,7 +236,9 @@ class Pairs:
         self._lock = threading.Lock()
         self._made: dict[str, Pairing] = {}
         self._over: dict[str, _Over] = {}
-        self._bound: dict[str, str] = {}
+        self._bound: dict[str, _Bound] = {}
+        self._broken: dict[str, float] = {}
+        """Since when a part of an engine is missing."""
         self.counts: Counter[str] = Counter()
         """What happened how often: shaken, refused, dropped, late. Read `counted`."""
         book.on_change(self._changed)
@@ -222,14 +248,31 @@ class Pairs:
         if not generation:
             return
         with self._lock:
-            if self._bound.get(engine_id) != generation:
-                self._bound[engine_id] = generation
+            bound = self._bound.get(engine_id)
+            if bound is None or bound.generation != generation:
+                seen = _has(self._book.get(engine_id), generation)
+                self._bound.pop(engine_id, None)
+                self._bound[engine_id] = _Bound(generation, seen)
+                self._thin_out()
                 self._look(engine_id)
 
     def bound(self, engine_id: str) -> str:
         """The start that the engine is used of; empty where any will do."""
         with self._lock:
-            return self._bound.get(engine_id, "")
+            bound = self._bound.get(engine_id)
+            return bound.generation if bound is not None else ""
+
+    def follow(self, engine_id: str) -> str:
+        """Takes the book's newest word on the engine; the start that it is used of then."""
+        self._changed(engine_id, None)
+        return self.bound(engine_id)
+
+    def refused(self, engine_id: str) -> None:
+        """A handshake was refused. A start that the book does not have is used no longer: it
+        is over, or nobody's, and whoever comes next would be refused with it."""
+        with self._lock:
+            self.counts["refused"] += 1
+            self._forget(engine_id)
 
     def made(self, topology: Topology) -> None:
         """A handshake with this topology was made."""
@@ -239,6 +282,14 @@ class Pairs:
             self._over.pop(engine_id, None)
             self.counts["shaken"] += 1
             # The book, or a request, may have moved on while it was made.
+            self._look(engine_id)
+
+    def dialled(self, engine_id: str) -> None:
+        """A handshake was made in vLLM's own way. It is good until the book knows the engine:
+        who answered may have been another start of it, or somebody else."""
+        with self._lock:
+            self._made[engine_id] = Pairing("", ())
+            self._over.pop(engine_id, None)
             self._look(engine_id)
 
     def count(self, what: str) -> int:
@@ -266,6 +317,22 @@ class Pairs:
                 for engine_id, over in self._over.items()
             }
 
+    def lost(self) -> Mapping[str, float]:
+        """Engines that lack a part for longer than a lease, and when that was up, by the
+        clock. The pairing may serve yet, but who waits for KV of one waits in vain: of
+        an engine that lost a stage no request ends. Nobody while the registry is away.
+        """
+        with self._lock:
+            if not self._broken or not self._book.current:
+                return {}
+            now_s = self._clock()
+            return {
+                engine_id: since_s + self._lease_s
+                for engine_id, since_s in self._broken.items()
+                if now_s >= since_s + self._lease_s
+                and _is_broken(self._made.get(engine_id), self._book.get(engine_id))
+            }
+
     def is_over(self, engine_id: str) -> bool:
         """Whether the engine's pairing is over and still held."""
         with self._lock:
@@ -276,15 +343,39 @@ class Pairs:
         with self._lock:
             over = self._over.pop(engine_id, None)
             self._made.pop(engine_id, None)
+            self._broken.pop(engine_id, None)
+            self._forget(engine_id)
             self.counts["dropped"] += 1
         self._log.info("rankbook: let go of %s: %s", engine_id, over.why if over else "asked to")
 
     def _changed(self, engine_id: str, _: Topology | None) -> None:
         with self._lock:
             topology = self._book.get(engine_id)
+            bound = self._bound.get(engine_id)
             if topology is None or topology.engine.state is State.GONE:
                 self._bound.pop(engine_id, None)  # most never come back under this name
+            elif bound is not None and (bound.seen or _has(topology, bound.generation)):
+                # One that it has never shown may be newer: this copy is late.
+                self._bound[engine_id] = _Bound(topology.engine.generation, True)
             self._look(engine_id)
+
+    def _forget(self, engine_id: str) -> None:
+        """Lets go of a bound start that the book does not have, or not any more. Most
+        engines of such a start never come. Holds the lock."""
+        bound = self._bound.get(engine_id)
+        topology = self._book.get(engine_id)
+        gone = topology is not None and topology.engine.state is State.GONE
+        if bound is not None and (gone or not _has(topology, bound.generation)):
+            del self._bound[engine_id]
+
+    def _thin_out(self) -> None:
+        """Forgets the starts bound first of those that the book has never shown: notices may
+        name any engine. Holds the lock."""
+        if len(self._bound) <= _BOUND_UNSEEN:
+            return
+        unseen = [one for one, bound in self._bound.items() if not bound.seen]
+        for engine_id in unseen[: max(0, len(unseen) - _BOUND_UNSEEN)]:
+            del self._bound[engine_id]
 
     def _look(self, engine_id: str) -> None:
         """Compares a pairing with the book and with what requests need. Holds the lock, so
@@ -293,7 +384,12 @@ class Pairs:
         if made is None:
             return
         topology = self._book.get(engine_id)
-        needed = self._bound.get(engine_id, made.generation)
+        bound = self._bound.get(engine_id)
+        needed = bound.generation if bound is not None else made.generation
+        if _is_broken(made, topology):
+            self._broken.setdefault(engine_id, self._clock())
+        else:
+            self._broken.pop(engine_id, None)
         why = _why_over(made, topology)
         if not why and needed != made.generation:
             why = f"it is of start {made.generation}, needed is {needed}"
@@ -308,6 +404,8 @@ def _why_over(made: Pairing, topology: Topology | None) -> str:
     if topology is None:
         return ""  # a book that was lost knows nobody: no proof that a peer ended
     engine = topology.engine
+    if not made.generation:
+        return "the book knows it by now, it was asked itself"
     if engine.generation != made.generation:
         return f"start {engine.generation} (epoch {engine.epoch}) took over"
     if engine.state is State.GONE:
@@ -317,6 +415,21 @@ def _why_over(made: Pairing, topology: Topology | None) -> str:
     if engine.state is State.READY and pairing_of(topology) != made:
         return "it published other metadata"
     return ""
+
+
+def _has(topology: Topology | None, generation: str) -> bool:
+    return topology is not None and topology.engine.generation == generation
+
+
+def _is_broken(made: Pairing | None, topology: Topology | None) -> bool:
+    """Whether a part of the start that was shaken hands with is missing, or contradicts
+    another."""
+    return (
+        made is not None
+        and topology is not None
+        and topology.engine.generation == made.generation
+        and topology.engine.state in (State.DEGRADED, State.INVALID)
+    )
 
 
 def _is_dead(made: Pairing, topology: Topology | None) -> bool:
@@ -341,6 +454,7 @@ class Gate(Executor):
         *,
         read: Callable[..., Call],
         shake: Callable[[Topology, Callable[[], Any]], Any],
+        dial: Callable[[str, Callable[[], Any]], Any],
     ) -> None:
         """Takes vLLM's place.
 
@@ -352,6 +466,7 @@ class Gate(Executor):
             own_engine_id: The engine of this worker.
             read: Reads vLLM's arguments of a handshake.
             shake: Runs vLLM's handshake with a topology's payloads; on `inner`.
+            dial: Runs it with an engine that the book does not know; on `inner`.
         """
         self._inner = inner
         self._book = book
@@ -360,6 +475,7 @@ class Gate(Executor):
         self._own = own_engine_id
         self._read = read
         self._shake = shake
+        self._dial = dial
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Makes a handshake when its peer is there. Never waits and never raises; what
@@ -373,9 +489,10 @@ class Gate(Executor):
         try:
             call = self._read(fn, *args, **kwargs)
             if self._is_foreign(call):
-                return self._inner.submit(make)
+                return self._inner.submit(self._dialled, call.engine_id, make)
         except Exception as error:  # noqa: BLE001 - a step loop that raises ends the worker
-            self._refuse(outer, error)
+            self._pairs.count("refused")
+            outer.set_exception(error)
             return outer
         # This engine first: pairs are compared as published, and the peer's word is
         # not to grow old meanwhile.
@@ -387,7 +504,7 @@ class Gate(Executor):
                 "",
                 self._settings.peer_timeout_s,
                 lambda mine: (
-                    self._refuse(outer, mine)
+                    self._refuse(call, outer, mine)
                     if isinstance(mine, RankbookError)
                     else self._when(call, make, outer)
                 ),
@@ -408,16 +525,21 @@ class Gate(Executor):
         )
 
     def _when(self, call: Call, make: Callable[[], Any], outer: Future[Any]) -> None:
-        self._book.when(
-            call.engine_id,
-            self._pairs.bound(call.engine_id),
-            self._settings.peer_timeout_s,
-            lambda found: (
-                self._refuse(outer, found)
-                if isinstance(found, RankbookError)
-                else self._go(call, make, outer, found)
-            ),
-        )
+        generation = self._pairs.bound(call.engine_id)
+
+        def done(found: Topology | RankbookError) -> None:
+            if not isinstance(found, RankbookError):
+                self._go(call, make, outer, found)
+            elif not isinstance(found, Unavailable | DeadlineExceeded) and self._pairs.follow(
+                call.engine_id
+            ) not in ("", generation):
+                # Meanwhile it is used of another start, and who needs that one waits for
+                # this same handshake. What is of the old start is refused one by one.
+                self._when(call, make, outer)
+            else:
+                self._refuse(call, outer, found)
+
+        self._book.when(call.engine_id, generation, self._settings.peer_timeout_s, done)
 
     def _go(self, call: Call, make: Callable[[], Any], outer: Future[Any], peer: Topology) -> None:
         try:
@@ -431,7 +553,7 @@ class Gate(Executor):
             check_pair(own, peer, call)
             inner = self._inner.submit(self._made, peer, make)
         except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for an answer
-            self._refuse(outer, error)
+            self._refuse(call, outer, error)
             return
         inner.add_done_callback(lambda done: _pass_on(done, outer))
 
@@ -440,8 +562,13 @@ class Gate(Executor):
         self._pairs.made(peer)
         return result
 
-    def _refuse(self, outer: Future[Any], error: Exception) -> None:
-        self._pairs.count("refused")
+    def _dialled(self, engine_id: str, make: Callable[[], Any]) -> Any:
+        result = self._dial(engine_id, make)
+        self._pairs.dialled(engine_id)
+        return result
+
+    def _refuse(self, call: Call, outer: Future[Any], error: Exception) -> None:
+        self._pairs.refused(call.engine_id)
         outer.set_exception(error)
 
 

@@ -76,6 +76,7 @@ def gate_of(book, pairs, spy):
             OWN,
             read=read or (lambda fn, engine_id, **more: Call(engine_id, 1, **more)),
             shake=shake or (lambda topology, make: (topology.engine.generation, make())),
+            dial=lambda engine_id, make: make(),
         )
 
     return make
@@ -308,6 +309,7 @@ def test_an_executor_that_was_shut_down_meanwhile_is_an_answer(book, pairs):
         OWN,
         read=lambda fn, engine_id: Call(engine_id, 1),
         shake=lambda topology, make: make(),
+        dial=lambda engine_id, make: make(),
     )
     future = gate.submit(shake, PRODUCER)
     gate.shutdown()

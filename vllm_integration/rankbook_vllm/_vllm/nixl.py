@@ -20,13 +20,13 @@ from rankbook.errors import RankbookError
 from rankbook.model import Role, State
 from rankbook_vllm._vllm.base import logger
 from rankbook_vllm._vllm.halves import BookScheduler, SchedulerHalf, become
-from rankbook_vllm._vllm.nixl_socket import answer_from_book, shake
+from rankbook_vllm._vllm.nixl_socket import answer_from_book, dial, shake
 from rankbook_vllm._vllm.nixl_worker import BookWorker, WorkerHalf, warming
 from rankbook_vllm._vllm.seams import NIXL, missing_seams
 from rankbook_vllm.config import Settings
 from rankbook_vllm.handshake import Call, Gate, Pairs, check_pair, has_all_stages
 from rankbook_vllm.peers import PeerBook
-from rankbook_vllm.requests import Requests, address_of, transfer_tp_size
+from rankbook_vllm.requests import Requests, transfer_tp_size
 
 __all__ = [
     "extend_scheduler",
@@ -83,6 +83,7 @@ def extend_worker(worker: Any, settings: Settings, book: PeerBook) -> WorkerHalf
         worker.engine_id,
         read=_read_call,
         shake=lambda topology, make: shake(worker, topology, make),
+        dial=lambda engine_id, make: dial(worker, engine_id, make),
     )
     become(worker, BookWorker)
     if settings.prewarm:
@@ -156,11 +157,10 @@ def _warm(worker: Any, engine_id: str) -> None:
     except RankbookError as error:
         logger.warning("rankbook: no handshake in advance: %s", error)
         return
-    listens = address_of(peer)
     said = {
         "engine_id": engine_id,
-        "host": listens.host if listens else engine_id,
-        "port": listens.port if listens else 0,
+        "host": engine_id,  # which is not dialled; as in a request (`rankbook_vllm.requests`)
+        "port": 0,
         "tp_size": call.tp_size,
         "dcp_size": call.dcp_size,
         "pp_size": call.pp_size,

@@ -393,8 +393,9 @@ def _let_go(worker: Any) -> None:
     over = half.pairs.over()
     if half.orphans:
         _give_up(worker)
-    if over:
-        _orphan(worker, over)
+    lost = half.pairs.lost()
+    if over or lost:
+        _orphan(worker, {**lost, **over})
     waiting = over or half.parked or half.unsent or half.pushes
     if not waiting or not half.touching.acquire(blocking=False):
         return
@@ -471,7 +472,8 @@ def _unpark(worker: Any) -> list[tuple[str, Any, dict[str, Any]]]:
 
 
 def _orphan(worker: Any, over: Mapping[str, float]) -> None:
-    """Takes note of the requests that wait for a push of a start that is over."""
+    """Takes note of the requests that wait for a push of a start that is over, or that
+    lacks a part for good."""
     if not hasattr(worker, "_push_writer_wake"):
         return  # a read fails by itself
     half: WorkerHalf = worker.rankbook
