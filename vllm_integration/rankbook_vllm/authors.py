@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import Any, TypeVar, cast
 
 from rankbook.errors import BadRecord
-from rankbook.model import Topology
+from rankbook.model import State, Topology
 from rankbook.pairing import plan_side
 from rankbook.transfer import Plan, Rank, TransferMode, plan_transfer
 from rankbook_vllm import _vllm, connectors
@@ -192,9 +192,19 @@ class Peers:
         if plan is None:
             check_peers(producer, consumer)
             plan = plan_transfer(plan_side(producer), plan_side(consumer), self._mode)
-            self._plans = {k: v for k, v in self._plans.items() if not _replaces(key, k)}
-            self._plans[key] = plan
+            kept = {k: v for k, v in self._plans.items() if self._is_alive(k)}
+            self._plans = kept | {key: plan}
         return plan
+
+    def _is_alive(self, starts: _Starts) -> bool:
+        """Whether the book has both starts, and neither is gone."""
+        for engine_id, generation in (starts[:2], starts[2:]):
+            known = self.book.get(engine_id)
+            if known is None or known.engine.state is State.GONE:
+                return False
+            if known.engine.generation != generation:
+                return False
+        return True
 
     def share(self, producer: Topology) -> Share:
         """What this worker does to get KV from a producer. In a worker only.
@@ -219,8 +229,3 @@ class Peers:
         """
         own = self.own()
         return readers_of(self.plan(own, consumer), own, _vllm.slot())
-
-
-def _replaces(new: _Starts, old: _Starts) -> bool:
-    """Whether a plan is of the same two engines, of starts before."""
-    return new[::2] == old[::2]

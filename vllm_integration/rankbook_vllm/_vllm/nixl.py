@@ -25,6 +25,7 @@ from rankbook_vllm._vllm.nixl_worker import BookWorker, WorkerHalf, warming
 from rankbook_vllm._vllm.seams import NIXL, missing_seams
 from rankbook_vllm.config import Settings
 from rankbook_vllm.handshake import Call, Gate, Pairs, check_pair, has_all_stages
+from rankbook_vllm.lookup import Refuse
 from rankbook_vllm.peers import PeerBook
 from rankbook_vllm.requests import Requests, transfer_tp_size
 
@@ -51,6 +52,26 @@ def _read_call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
         notif_only=bool(said.get("notif_agents_only", False)),
         has_address=bool(host) and bool(said.get("port")),
     )
+
+
+class _QuietWorker(BookWorker):
+    """Tries no handshake for a heartbeat to a peer that the book refuses: each would be one
+    more error, and who waits for that peer is told when its KV is asked for."""
+
+    def _send_heartbeats(self, metadata: Any) -> None:
+        half = self.rankbook
+        metadata.heartbeat_by_engine = {
+            engine_id: beat
+            for engine_id, beat in metadata.heartbeat_by_engine.items()
+            if engine_id in self._remote_agents or not _is_refused(half.book, engine_id)  # type: ignore[attr-defined]
+        }
+        super()._send_heartbeats(metadata)  # type: ignore[misc]
+
+
+def _is_refused(book: PeerBook, engine_id: str) -> bool:
+    known = book.get(engine_id)
+    generation = known.engine.generation if known is not None else ""
+    return isinstance(book.judge(engine_id, generation), Refuse)
 
 
 def extend_scheduler(scheduler: Any, settings: Settings, book: PeerBook) -> SchedulerHalf:
@@ -85,7 +106,7 @@ def extend_worker(worker: Any, settings: Settings, book: PeerBook) -> WorkerHalf
         shake=lambda topology, make: shake(worker, topology, make),
         dial=lambda engine_id, make: dial(worker, engine_id, make),
     )
-    become(worker, BookWorker)
+    become(worker, _QuietWorker)
     if settings.prewarm:
         half.warm = lambda engine_id: _warm(worker, engine_id)
         book.on_change(lambda engine_id, _: half.warm(engine_id))
