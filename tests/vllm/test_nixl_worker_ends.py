@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from rankbook.model import State
+from rankbook.model import Slot, State
 
 pytestmark = pytest.mark.vllm
 
@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from tests.vllm.nixl_desk import (
         LEASE_S,
         PEER,
+        STAGES,
         consumer,
         log,
         producer,
@@ -100,6 +101,54 @@ def test_one_that_waits_for_nothing_is_no_orphan(consumer):
     desk.book.put(desk.peer("g1", state=State.GONE))
     desk.step()
     assert desk.failed() == {"r1"}
+
+
+DEGRADED = {"state": State.DEGRADED, "layout": STAGES, "without": (1,), "missing": (Slot(1),)}
+
+
+def waiting_for_stages(desk):
+    """A consumer whose request waits for a push of two stages, of which one has come."""
+    desk.now_s = time.monotonic()
+    desk.book.put(desk.peer("g1", layout=STAGES))
+    meta = NixlConnectorMetadata()
+    desk.receive(meta, "r1", "g1")
+    meta.push_registrations["r1"]["remote_pp_size"] = meta.reqs_to_recv["r1"].pp_size = 2
+    desk.worker.start_load_kv(meta)
+    desk.settle()
+    assert len(desk.nixl.sent) == 2
+    return desk
+
+
+def test_who_waits_for_a_producer_that_lost_a_stage_fails_when_a_lease_is_over(consumer, log):
+    """Such an engine is not GONE, and no token will ever come from it."""
+    desk = waiting_for_stages(consumer())
+    desk.now_s -= 2 * LEASE_S
+    desk.book.put(desk.peer("g1", **DEGRADED))
+    desk.now_s += LEASE_S - 1
+    desk.step()
+    assert desk.failed() == set()
+    assert desk.half.orphans == {}
+    desk.now_s += 2
+    desk.step()
+    assert desk.failed() == {"r1"}
+    desk.step()
+    assert desk.failed() == set()
+    assert said(log, "request r1 fails") == 1
+
+
+def test_a_stage_that_returns_in_time_fails_nobody(consumer):
+    desk = waiting_for_stages(consumer())
+    desk.now_s -= 2 * LEASE_S
+    desk.book.put(desk.peer("g1", **DEGRADED))
+    desk.now_s += LEASE_S - 1
+    desk.step()
+    desk.book.put(desk.peer("g1", layout=STAGES))
+    desk.now_s += LEASE_S
+    desk.step()
+    desk.book.put(desk.peer("g1", **DEGRADED))  # from now on, not from then
+    desk.step()
+    assert desk.failed() == set()
+    assert desk.half.orphans == {}
 
 
 # ------------------------------------------------------------------------- pushing

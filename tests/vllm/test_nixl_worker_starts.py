@@ -33,6 +33,7 @@ with warnings.catch_warnings():
         reached,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        HeartbeatInfo,
         NixlConnectorMetadata,
     )
 
@@ -286,6 +287,114 @@ def test_a_handshake_that_has_just_been_made_is_not_forgotten(consumer, kind):
     desk.step()
     thread.join()
     assert desk.pairs.is_over(PEER) or PEER not in desk.worker._remote_agents
+
+
+# ------------------------------------------------------------------------- heartbeats
+
+
+def beat(desk):
+    """A step in which a request of the peer still waits in the scheduler's queue."""
+    meta = NixlConnectorMetadata()
+    meta.heartbeat_by_engine = {
+        PEER: HeartbeatInfo(req_ids={"queued"}, host=PEER, port=0, tp_size=1)
+    }
+    desk.worker.start_load_kv(meta)
+    return meta
+
+
+def started_anew(desk, **changes):
+    """A consumer that has let go of the first start, of which its last request was."""
+    desk = paired(desk)
+    desk.book.put(desk.peer("g2", **changes))
+    desk.step()
+    assert PEER not in desk.worker._remote_agents
+    return desk
+
+
+@both
+def test_a_request_shares_the_handshake_of_a_heartbeat_to_its_start(consumer, kind):
+    desk = started_anew(consumer(kind))
+    beat(desk)
+    desk.step(second="g2")  # the heartbeat's handshake has not been made yet
+    desk.settle()
+    desk.step()
+    desk.settle()
+    assert desk.failed() == set()
+    assert reached(desk) == {"second": "g2"}
+
+
+@both
+def test_a_heartbeat_that_waits_for_a_start_does_not_fail_the_request_of_the_next(consumer, kind):
+    desk = started_anew(consumer(kind), state=State.FORMING)
+    beat(desk)
+    desk.settle()
+    assert PEER in desk.worker._handshake_futures
+    desk.book.put(desk.peer("g3"))
+    desk.step(third="g3")
+    desk.settle()
+    desk.step()
+    desk.settle()
+    assert desk.failed() == set()
+    assert reached(desk) == {"third": "g3"}
+
+
+@both
+def test_a_heartbeat_reaches_the_next_start_and_says_no_error(consumer, log, kind):
+    desk = started_anew(consumer(kind))
+    for _ in range(3):
+        beat(desk)
+        desk.settle()
+    assert [notice for _, notice in desk.nixl.sent] == [b"HB:queued"] * 2  # the first shook hands
+    assert desk.pairs.counted().get("refused", 0) == 0
+    assert desk.worker.xfer_stats.is_empty()
+    assert "of start g1" not in log.text
+
+
+@both
+@pytest.mark.parametrize("state", [State.GONE, State.DEGRADED], ids=str)
+def test_a_heartbeat_to_a_peer_that_the_book_refuses_is_not_tried(consumer, kind, state):
+    desk = started_anew(consumer(kind), state=state)
+    for _ in range(3):
+        meta = beat(desk)
+        desk.settle()
+    assert meta.heartbeat_by_engine == {}
+    assert desk.pairs.counted().get("refused", 0) == 0
+    assert desk.worker.xfer_stats.is_empty()
+
+
+@both
+def test_a_request_of_the_old_start_is_refused_whatever_a_heartbeat_reached(consumer, kind):
+    desk = started_anew(consumer(kind))
+    beat(desk)
+    desk.settle()
+    desk.step(old="g1")
+    desk.settle()
+    desk.step()
+    desk.settle()
+    assert desk.failed() == {"old"}
+    assert reached(desk) == {}
+
+
+# ---------------------------------------------------------------------- what is kept
+
+
+@both
+def test_a_start_that_is_bound_after_the_engine_is_gone_is_not_kept(consumer, kind):
+    """The engine core heard of its end later."""
+    desk = consumer(kind)
+    desk.book.put(desk.peer("g1", state=State.GONE))
+    desk.step(late="g1")
+    desk.settle()
+    assert desk.failed() == {"late"}
+    assert desk.pairs.bound(PEER) == ""
+
+
+def test_an_engine_that_a_notice_names_and_nobody_knows_is_not_kept(producer):
+    desk = producer()
+    desk.push("p1")
+    assert desk.pairs.bound(PEER) == "g1"
+    desk.book.time_out(PEER)
+    assert desk.pairs.bound(PEER) == ""
 
 
 @both

@@ -144,6 +144,45 @@ def test_a_start_that_a_request_is_bound_to_is_the_only_one_shaken(book, pairs, 
     assert not spy.handed
 
 
+def test_a_start_that_is_over_makes_room_for_the_one_that_took_its_place(book, pairs, spy, gate_of):
+    """Who needs the new start waits for the same handshake."""
+    pairs.bind(PRODUCER, "g1")
+    book.put(engine(generation="g2", epoch=2))
+    future = gate_of().submit(shake, PRODUCER)
+    book.serve()
+    spy.run()
+    assert future.result(0)[0] == "g2"
+    assert not pairs.is_over(PRODUCER)
+
+
+@pytest.mark.parametrize("news", ["g2", ""], ids=["a request", "the book"])
+def test_a_start_that_ends_while_it_is_waited_for_makes_room_too(book, pairs, spy, gate_of, news):
+    book.put(engine(state=State.FORMING))
+    pairs.bind(PRODUCER, "g1")
+    future = gate_of().submit(shake, PRODUCER)
+    book.serve()
+    if news:
+        pairs.bind(PRODUCER, news)
+    book.known[PRODUCER] = engine(generation="g2", epoch=2)  # and nobody has been told yet
+    book.serve()
+    spy.run()
+    assert future.result(0)[0] == "g2"
+
+
+def test_a_start_that_was_refused_is_not_asked_for_again(book, pairs, spy, gate_of):
+    pairs.bind(PRODUCER, "g0")  # neither the book's, nor one that it has shown
+    gate = gate_of()
+    first = gate.submit(shake, PRODUCER)
+    book.serve()
+    with pytest.raises(Gone, match="g0"):
+        first.result(0)
+    second = gate.submit(shake, PRODUCER)
+    book.serve()
+    spy.run()
+    assert second.result(0)[0] == "g1"
+    assert pairs.counted() == {"refused": 1, "shaken": 1}
+
+
 def test_a_peer_that_still_starts_is_shaken_when_it_seals(book, spy, gate_of):
     book.put(engine(state=State.FORMING))
     future = gate_of().submit(shake, PRODUCER)
@@ -260,6 +299,14 @@ def test_a_peer_that_is_not_in_the_book_is_asked_in_vllms_own_way(pairs, spy, ga
     spy.run()
     assert future.result(0) == "agents of nobody"
     assert pairs.counts["shaken"] == 0
+    assert not pairs.is_over("nobody")
+
+
+def test_a_peer_that_was_dialled_is_over_when_the_book_knows_it(book, pairs, spy, gate_of):
+    gate_of().submit(shake, "prefill-b-0", has_address=True)
+    spy.run()
+    book.put(engine("prefill-b-0"))
+    assert pairs.is_over("prefill-b-0")
 
 
 @pytest.mark.parametrize(

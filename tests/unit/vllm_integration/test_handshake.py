@@ -360,6 +360,114 @@ def test_the_end_of_one_pairing_is_not_that_of_the_next(book, pairs, clock):
     assert pairs.over()[PRODUCER] == clock.now_s + LEASE_S
 
 
+@pytest.mark.parametrize("state", list(State), ids=str)
+def test_a_peer_that_was_dialled_is_over_as_soon_as_the_book_knows_it(book, pairs, state):
+    pairs.dialled("prefill-b-0")
+    assert not pairs.is_over("prefill-b-0")
+    book.put(engine("prefill-b-0", state=state))
+    assert pairs.is_over("prefill-b-0")
+    pairs.dropped("prefill-b-0")
+    assert pairs.over() == {}
+
+
+def test_a_peer_that_the_book_learned_while_it_was_dialled_is_over_at_once(pairs):
+    pairs.dialled(PRODUCER)
+    assert pairs.is_over(PRODUCER)
+
+
+def test_a_request_that_names_a_start_ends_what_was_dialled(pairs):
+    pairs.dialled("prefill-b-0")
+    pairs.bind("prefill-b-0", "g1")
+    assert pairs.is_over("prefill-b-0")
+
+
+def test_the_bound_start_follows_the_book_once_it_has_shown_it(book, pairs):
+    pairs.bind(PRODUCER, "g1")
+    book.put(engine(generation="g2", epoch=2, state=State.FORMING))
+    assert pairs.bound(PRODUCER) == "g2"
+
+
+def test_a_bound_start_that_the_book_has_not_shown_yet_stays(book, pairs):
+    """This copy is late: what it shows next may be the start before."""
+    pairs.bind(PRODUCER, "g3")
+    book.put(engine(generation="g2", epoch=2))
+    assert pairs.bound(PRODUCER) == "g3"
+    for generation in ("g3", "g4"):
+        book.put(engine(generation=generation, epoch=3))
+        assert pairs.bound(PRODUCER) == generation
+
+
+@pytest.mark.parametrize(
+    ("known", "bound", "kept"),
+    [
+        ({}, "g1", "g1"),
+        ({"state": State.DEGRADED}, "g1", "g1"),
+        ({"state": State.GONE}, "g1", ""),
+        ({}, "g0", ""),
+        (None, "g1", ""),
+    ],
+    ids=["there", "half", "gone", "another start", "unknown"],
+)
+def test_after_a_refusal_a_start_is_kept_only_where_the_book_has_it(
+    book, pairs, known, bound, kept
+):
+    if known is None:
+        book.forget(PRODUCER)
+    else:
+        book.put(engine(**known))
+    pairs.bind(PRODUCER, bound)
+    pairs.refused(PRODUCER)
+    assert pairs.bound(PRODUCER) == kept
+    assert pairs.counted() == {"refused": 1}
+
+
+def test_of_engines_that_the_book_never_showed_the_first_are_forgotten(book, pairs):
+    pairs.bind(PRODUCER, "g1")
+    for number in range(1030):
+        pairs.bind(f"nobody-{number}", "g1")
+    assert pairs.bound(PRODUCER) == "g1"
+    assert [bool(pairs.bound(f"nobody-{number}")) for number in (0, 5, 6, 1029)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("state", [State.DEGRADED, State.INVALID], ids=str)
+def test_an_engine_that_lacks_a_part_for_a_lease_is_lost_for_who_waits(book, pairs, clock, state):
+    paired(book, pairs)
+    began_s = clock.now_s
+    book.put(engine(state=state))
+    clock.now_s += LEASE_S - 0.1
+    book.put(engine(state=state, labels={"zone": "b"}))  # no further reprieve
+    assert pairs.lost() == {}
+    clock.now_s += 0.1
+    assert pairs.lost() == {PRODUCER: began_s + LEASE_S}
+    assert pairs.over() == {}  # a transfer under way may end
+    book.current = False
+    assert pairs.lost() == {}  # what is known is old
+    book.current = True
+    book.put(engine())
+    assert pairs.lost() == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state": State.DRAINING},
+        {"state": State.GONE},
+        {"state": State.DEGRADED, "generation": "g2", "epoch": 2},
+    ],
+    ids=["draining", "gone", "another start"],
+)
+def test_an_engine_is_lost_by_nothing_but_a_missing_part(book, pairs, clock, changes):
+    paired(book, pairs)
+    book.put(engine(**changes))
+    clock.now_s += 2 * LEASE_S
+    assert pairs.lost() == {}
+
+
 def test_many_engines_that_come_and_go_leave_nothing(book, pairs):
     def held():
         return sum(len(value) for value in vars(pairs).values() if isinstance(value, dict))
@@ -367,11 +475,13 @@ def test_many_engines_that_come_and_go_leave_nothing(book, pairs):
     before = held()
     for number in range(50):
         name = f"prefill-{number}"
+        pairs.dialled(name)
         for generation in ("g1", "g2"):
             peer = engine(name, generation=generation)
             book.put(peer)
             pairs.bind(name, generation)
             pairs.made(peer)
+            book.put(engine(name, generation=generation, state=State.DEGRADED))
         book.put(engine(name, generation="g2", state=State.GONE))
         for gone in pairs.over():
             pairs.dropped(gone)
