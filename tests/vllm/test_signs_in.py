@@ -6,9 +6,10 @@ import warnings
 from dataclasses import dataclass
 
 import pytest
+from tests.unit.vllm_integration.books import HandBook, consumer, engine
 
 import rankbook
-from rankbook.model import Handshake
+from rankbook.model import Handshake, State
 
 pytestmark = pytest.mark.vllm
 
@@ -121,6 +122,24 @@ def test_the_connectors_shutdown_ends_its_peers(giver):
 
 def test_a_connector_has_one_copy_of_the_book_whoever_looks_into_it(giver):
     assert Peers(giver).book is Peers(giver, mode="push").book is giver._rankbook_follow()
+
+
+def test_plans_are_kept_while_both_starts_live_and_no_longer(giver):
+    peers = Peers(giver, mode="push")
+    peers.book = HandBook(consumer(), *(engine(f"prefill-{number}") for number in range(4)))
+    first, second, third, fourth = (peers.book.get(f"prefill-{number}") for number in range(4))
+    own = peers.book.get("decode-a-0")
+    kept = peers.plan(first, own)
+    for producer in (second, third, fourth):
+        peers.plan(producer, own)
+    assert peers.plan(first, own) is kept
+    peers.book.put(engine("prefill-1", state=State.GONE))
+    peers.book.put(engine("prefill-2", generation="g2", epoch=2))
+    peers.book.forget("prefill-3")
+    again = peers.book.get("prefill-2")
+    peers.plan(again, own)
+    assert peers.plan(first, own) is kept
+    assert {starts[:2] for starts in peers._plans} == {("prefill-0", "g1"), ("prefill-2", "g2")}
 
 
 def test_peers_are_of_a_connector_that_signs_in():
