@@ -1,6 +1,7 @@
 """Mooncake's engine core with the book: vLLM's own scheduler object, no engine beside it."""
 
 import importlib.util
+import logging
 import pickle
 import warnings
 from types import SimpleNamespace
@@ -131,3 +132,101 @@ def test_a_decode_aborted_in_the_queue_still_has_its_producer_free_the_blocks():
     made.on_new_request(asked)
     assert made.request_finished(asked, ([],)) == (False, None)
     assert step(made).reqs_to_recv[ENGINE]["r1"].local_block_ids == []
+
+
+def live(made, asked, blocks=([3, 4],)):
+    """All that vLLM's scheduler asks about a request, whose answer then has its full length."""
+    found = allocate(made, asked)
+    told = step(made)
+    return found, told, made.request_finished(asked, blocks), step(made)
+
+
+def served_without(made, asked):
+    """Whether a request goes as one that names no peer, and leaves nothing behind."""
+    found, told, finished, later = live(made, asked)
+    assert (found, finished) == ((0, False), (False, None))
+    for meta in (told, later):
+        assert (meta.reqs_to_recv, meta.reqs_to_send, meta.reqs_not_processed) == ({}, {}, set())
+        assert meta.rankbook.failed == {}
+    return True
+
+
+@pytest.fixture
+def log(caplog):
+    logger = logging.getLogger("vllm.rankbook")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("value", [True, 1, "yes", "x" * 10_000], ids=["true", "1", "yes", "long"])
+@pytest.mark.parametrize(
+    ("role", "flag"),
+    [("kv_producer", "do_remote_prefill"), ("kv_consumer", "do_remote_decode")],
+)
+def test_a_request_for_the_other_role_is_served_without_kv_and_said(log, role, flag, value):
+    """vLLM asserts on it, which ends the engine core."""
+    asked = request(transfer_id="t1", remote_engine_id=ENGINE, **{flag: value})
+    assert served_without(scheduler(READY, role=role), asked)
+    assert (flag in log.text, role in log.text, len(log.text) < 1000) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("role", "flag"),
+    [("kv_producer", "do_remote_prefill"), ("kv_consumer", "do_remote_decode")],
+)
+def test_a_request_for_the_other_role_may_be_aborted_in_the_queue(role, flag):
+    made = scheduler(READY, role=role)
+    asked = request(transfer_id="t1", remote_engine_id=ENGINE, **{flag: True})
+    made.on_new_request(asked)
+    asked.status = RequestStatus.FINISHED_ABORTED
+    assert made.request_finished(asked, ([],)) == (False, None)
+    assert not step(made).reqs_to_recv
+
+
+def test_what_fits_the_role_is_done_beside_what_does_not():
+    made = scheduler(READY)
+    assert allocate(made, decode(do_remote_decode=True)) == (50, True)
+    assert list(step(made).reqs_to_recv[ENGINE]) == ["r1"]
+    made = scheduler(role="kv_producer")
+    _, _, (kept, returned), _ = live(made, decode(do_remote_decode=True))
+    assert (kept, returned["transfer_id"]) == (True, "t1")
+
+
+def test_an_engine_of_both_roles_gets_the_kv_and_keeps_none_where_both_are_asked_for():
+    """vLLM would keep the blocks for ever: its workers never hear that there is a transfer."""
+    made = scheduler(READY, role="kv_both")
+    found, told, finished, later = live(made, decode(do_remote_decode=True))
+    assert (found, finished) == ((50, True), (False, None))
+    assert list(told.reqs_to_recv[ENGINE]) == ["r1"]
+    assert (told.reqs_to_send, later.reqs_to_send) == ({}, {})
+
+
+@pytest.mark.parametrize("transfer_id", [[1], {"a": 1}, 7, 0, True, "x" * 513, "\ud800"])
+@pytest.mark.parametrize("ends", [RequestStatus.FINISHED_ABORTED, None])
+def test_a_prefill_whose_transfer_has_no_name_keeps_nothing(log, transfer_id, ends):
+    """One that cannot be hashed ended the engine core when the request was aborted."""
+    asked = request(do_remote_decode=True, transfer_id=transfer_id)
+    asked.status = ends or asked.status
+    assert served_without(scheduler(role="kv_producer"), asked)
+    assert "transfer_id" in log.text
+
+
+@pytest.mark.parametrize("params", ["text", 7, [{"do_remote_prefill": True}]])
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_parameters_that_are_no_object_are_left_out(log, role, params):
+    asked = request()
+    asked.kv_transfer_params = params
+    assert served_without(scheduler(READY, role=role), asked)
+    assert asked.kv_transfer_params is None
+    assert "no object" in log.text
+
+
+@pytest.mark.parametrize("transfer_id", [[1], {"a": 1}, 7, "x" * 513])
+def test_a_decode_whose_transfer_has_no_name_is_failed_with_its_blocks(transfer_id):
+    made, asked = scheduler(READY), decode()
+    asked.kv_transfer_params["transfer_id"] = transfer_id
+    found, told, finished, later = live(made, asked)
+    assert (found, finished) == ((50, True), (False, None))
+    assert told.rankbook.failed == {"r1": ([7, 8],)}
+    assert (told.reqs_to_recv, later.reqs_to_recv) == ({}, {})

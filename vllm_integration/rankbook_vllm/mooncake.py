@@ -9,22 +9,36 @@ sealed topology, so all of them or none. Pure, and free of vLLM.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rankbook.errors import BadRecord, BadRequest, Incompatible, Incomplete
 from rankbook.model import Handshake, Slot, State, Topology, WorkerRecord
-from rankbook_vllm.lookup import Answer
 from rankbook_vllm.requests import Requests
 from rankbook_vllm.seal import slot_name
 
-__all__ = ["FORMAT", "VERSION", "Listener", "MooncakeRequests", "addresses_of", "is_dead"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Listener",
+    "MooncakeRequests",
+    "addresses_of",
+    "is_address",
+    "is_dead",
+    "names_transfer",
+]
 
 FORMAT = "vllm.mooncake"
 """Handshake format of a worker that sends KV over Mooncake."""
 VERSION = 1
 """Of the payload: a JSON object with the fields of `Listener`."""
+_MAX_TEXT = 512
+"""Characters of a name or an address in a request."""
+_ADDRESS = re.compile(
+    r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?\]):(\d{1,5})"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +46,7 @@ class Listener:
     """Where a producer's worker takes requests for KV."""
 
     address: str
-    """As ZeroMQ takes it: "tcp://10.0.0.5:34567"."""
+    """As ZeroMQ takes it, tcp only: "tcp://10.0.0.5:34567", "tcp://[fd00::5]:34567"."""
     protocol: str
     """How Mooncake moves bytes: "tcp", "rdma"; both sides need the same."""
 
@@ -49,7 +63,7 @@ class Listener:
         Raises:
             Incomplete: The worker withdrew its payload.
             Incompatible: It is of another connector, or of a version that is not known here.
-            BadRecord: The payload is not what its format says.
+            BadRecord: The payload is not what its format says, or no address of a host.
         """
         handshake = record.handshake
         who = f"{record.engine_id} {slot_name(record.slot)}"
@@ -71,14 +85,36 @@ class Listener:
         try:
             said = json.loads(handshake.payload)
             address, protocol = said["address"], said["protocol"]
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):  # the last: "[[[[..."
             address = protocol = None
         if not isinstance(address, str) or not isinstance(protocol, str) or not address:
             raise BadRecord(
                 f"{who} publishes a {FORMAT} payload without address and protocol",
                 metadata={"field": "handshake.payload", "value": repr(handshake.payload[:100])},
             )
+        if not is_address(address):
+            raise BadRecord(
+                f"{who} publishes the address {address!r:.100}: it takes tcp://HOST:PORT, with "
+                "PORT 1 to 65535",
+                metadata={
+                    "field": "handshake.payload",
+                    "value": f"{address!r:.100}",
+                    "rule": "tcp://HOST:PORT",
+                },
+            )
         return cls(address, protocol)
+
+
+def is_address(value: object) -> bool:
+    """Whether a worker may be asked there: tcp://HOST:PORT, PORT 1 to 65535.
+
+    ZeroMQ takes more: a socket file, or a port that nobody can listen on, for which a
+    pull would wait in silence.
+    """
+    if not isinstance(value, str) or not value.isascii():
+        return False
+    found = _ADDRESS.fullmatch(value)
+    return found is not None and 1 <= int(found[1]) <= 65_535
 
 
 def addresses_of(topology: Topology, protocol: str) -> dict[int, dict[int, str]]:
@@ -116,9 +152,9 @@ def addresses_of(topology: Topology, protocol: str) -> dict[int, dict[int, str]]
             if listener.protocol != protocol:
                 raise Incompatible(
                     f"{engine.engine_id} {slot_name(record.slot)} moves KV over "
-                    f"{listener.protocol}, this engine over {protocol}: give both the same "
-                    "mooncake_protocol",
-                    metadata={"producer": listener.protocol, "consumer": protocol},
+                    f"{listener.protocol:.100}, this engine over {protocol}: give both the "
+                    "same mooncake_protocol",
+                    metadata={"producer": listener.protocol[:100], "consumer": protocol},
                 )
             found.setdefault(tp_rank, {})[pp_rank] = listener.address
     return found
@@ -143,23 +179,44 @@ def is_dead(generation: str, topology: Topology | None) -> bool:
     )
 
 
+def names_transfer(value: object) -> bool:
+    """Whether a value can be a transfer_id: text of 1 to 512 characters that can be sent.
+
+    vLLM looks it up, and sends those of all pulls of a step in one message: one that
+    cannot be hashed or encoded takes the others with it.
+    """
+    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_TEXT:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can say
+        return False
+    return True
+
+
 class MooncakeRequests(Requests):
     """`Requests` for Mooncake, which names a transfer instead of blocks."""
 
-    def _answer(self, params: MutableMapping[str, Any]) -> Answer:
+    def _check(self, params: MutableMapping[str, Any]) -> None:
         transfer_id = params.get("transfer_id")
-        if not isinstance(transfer_id, str) or not transfer_id:
-            raise BadRequest(
-                f"kv_transfer_params transfer_id is {transfer_id!r}: it takes the text that the "
-                "producer was given or returned",
-                metadata={"field": "transfer_id", "value": str(transfer_id), "rule": "text"},
+        if not names_transfer(transfer_id):
+            raise _unreadable(
+                "transfer_id", transfer_id, "the text that the producer was given or returned"
             )
-        return super()._answer(params)
+        server = params.get("remote_bootstrap_addr")
+        if server is not None and not (isinstance(server, str) and len(server) <= _MAX_TEXT):
+            raise _unreadable(
+                "remote_bootstrap_addr", server, "the address of a bootstrap server, or nothing"
+            )
+        super()._check(params)
 
     def _is_foreign(self, params: Mapping[str, Any]) -> bool:
+        """Whether the peer is one without rankbook, to be looked up at the bootstrap server
+        that the request names. One that names its start has it."""
         engine_id = params.get("remote_engine_id")
         return (
             self._settings.side_channel
+            and not params.get("remote_generation")
             and isinstance(engine_id, str)
             and self._book.get(engine_id) is None
             and bool(params.get("remote_bootstrap_addr"))
@@ -167,5 +224,17 @@ class MooncakeRequests(Requests):
 
     def _fill(self, request_id: str, params: MutableMapping[str, Any], topology: Topology) -> None:
         params["remote_generation"] = topology.engine.generation
-        # vLLM wants it to be there; whom the book knows is never asked for it.
-        params.setdefault("remote_bootstrap_addr", "")
+        # vLLM wants it to be there; whom the book knows is never asked for at a server.
+        params["remote_bootstrap_addr"] = ""
+
+
+def _unreadable(field: str, value: object, takes: str) -> BadRequest:
+    return BadRequest(
+        f"kv_transfer_params {field} is {value!r:.100}: it takes {takes}, of at most {_MAX_TEXT} "
+        "characters",
+        metadata={
+            "field": field,
+            "value": f"{value!r:.100}",
+            "rule": f"text of at most {_MAX_TEXT} characters",
+        },
+    )

@@ -83,7 +83,17 @@ def test_another_connector_or_version_is_refused_with_both(handshake):
 
 
 @pytest.mark.parametrize(
-    "payload", [b"\xff", b"[]", b"{}", b'{"address": "", "protocol": "tcp"}', b'{"address": 1}']
+    "payload",
+    [
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"address": "", "protocol": "tcp"}',
+        b'{"address": 1}',
+        b"[" * 200_000,
+        b'{"address": ' * 40_000,
+    ],
+    ids=["no text", "a list", "nothing", "empty", "a number", "deep", "deep in the address"],
 )
 def test_a_payload_that_is_none_is_refused(payload):
     with pytest.raises(BadRecord, match="pp0 tp0"):
@@ -94,6 +104,60 @@ def test_a_field_of_a_later_release_is_left_out():
     told = json.dumps({"address": "tcp://10.0.0.5:7000", "protocol": "tcp", "numa": 1}).encode()
     read = Listener.decode(worker(0, handshake=Handshake(FORMAT, 1, told)))
     assert read == Listener("tcp://10.0.0.5:7000", "tcp")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://10.0.0.5:1",
+        "tcp://10.0.0.5:65535",
+        "tcp://node-7.rack_2.example:7000",
+        "tcp://[fd00::5]:7000",
+        "tcp://[fe80::1%eth0]:7000",
+        "tcp://[::ffff:10.0.0.5]:7000",
+    ],
+)
+def test_an_address_is_a_host_and_a_port(address):
+    assert Listener.decode(worker(handshake=Listener(address, "tcp").encode())).address == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ipc:///tmp/socket",
+        "inproc://worker",
+        "10.0.0.5:7000",
+        "TCP://10.0.0.5:7000",
+        "tcp://10.0.0.5",
+        "tcp://10.0.0.5:",
+        "tcp://:7000",
+        "tcp://*:7000",
+        "tcp://10.0.0.5:0",
+        "tcp://10.0.0.5:65536",
+        "tcp://10.0.0.5:-7000",
+        "tcp://10.0.0.5:*",
+        "tcp://10.0.0.5:7000 ",
+        "tcp://10.0.0.5:7000\n",
+        "tcp://10.0.0.5:\u0667000",
+        "tcp://eth0;10.0.0.5:7000",
+        "tcp://user@10.0.0.5:7000",
+        "tcp://fd00::5:7000",
+        "tcp://[]:7000",
+        "tcp://10.0.0.5:7000/path",
+    ],
+)
+def test_an_address_that_nobody_can_listen_on_is_refused_with_it(address):
+    with pytest.raises(BadRecord, match="pp0 tp0") as caught:
+        Listener.decode(worker(handshake=Listener(address, "tcp").encode()))
+    assert caught.value.metadata["value"] == repr(address)
+
+
+def test_a_long_address_or_protocol_is_told_in_short():
+    long = "x" * 10_000
+    for told in (Listener(long, "tcp"), Listener("tcp://10.0.0.5:7000", long)):
+        with pytest.raises((BadRecord, Incompatible)) as caught:
+            addresses_of(producer(worker(0, handshake=told.encode()), worker(1)), "tcp")
+        assert len(repr(caught.value) + repr(caught.value.metadata)) < 1000
 
 
 def test_another_protocol_is_refused_with_both():
@@ -159,12 +223,42 @@ def test_a_request_needs_a_transfer_and_an_engine_and_gets_the_rest():
     assert asked.generation("r1") == "g1"
 
 
-@pytest.mark.parametrize("transfer_id", [None, "", 7])
+@pytest.mark.parametrize("transfer_id", [None, "", 7, [1], {}, True, "x" * 513, "\ud800"])
 def test_a_request_that_names_no_transfer_fails_and_says_so(transfer_id):
     asked = requests(producer(worker(0), worker(1)))
     assert asked.ask("r1", asking(transfer_id=transfer_id)) is Verdict.FAIL
     assert isinstance(asked.error("r1"), BadRequest)
     assert asked.error("r1").metadata["field"] == "transfer_id"
+
+
+def test_the_longest_transfer_and_server_are_taken():
+    asked = requests()
+    params = asking(transfer_id="x" * 512, remote_bootstrap_addr="http://10.0.0.5/".ljust(512, "x"))
+    assert asked.ask("r1", params) is Verdict.GO
+
+
+@pytest.mark.parametrize("topology", [None, producer(worker(0), worker(1))], ids=["not", "in"])
+@pytest.mark.parametrize("server", [5, 0, ["http://10.0.0.5:8998"], {}, True, "x" * 513])
+def test_a_bootstrap_server_that_is_no_address_fails_the_request_and_says_so(topology, server):
+    asked = requests(topology)
+    assert asked.ask("r1", asking(remote_bootstrap_addr=server)) is Verdict.FAIL
+    assert isinstance(asked.error("r1"), BadRequest)
+    assert asked.error("r1").metadata["field"] == "remote_bootstrap_addr"
+
+
+def test_what_a_request_said_is_told_in_short():
+    asked = requests()
+    for field in ("transfer_id", "remote_bootstrap_addr"):
+        asked.ask(field, asking(**{field: ["x" * 10_000]}))
+        told = asked.error(field)
+        assert len(str(told) + repr(told.metadata)) < 1000
+
+
+@pytest.mark.parametrize("server", ["http://10.0.0.5:8998", None])
+def test_no_server_is_left_to_ask_for_an_engine_that_the_book_knows(server):
+    asked, params = requests(producer(worker(0), worker(1))), asking(remote_bootstrap_addr=server)
+    assert asked.ask("r1", params) is Verdict.GO
+    assert params["remote_bootstrap_addr"] == ""
 
 
 def test_a_request_of_an_older_start_fails_at_once():
@@ -179,3 +273,8 @@ def test_an_engine_that_is_not_in_the_book_is_asked_for_at_the_bootstrap_server_
     assert params["remote_bootstrap_addr"] == "http://10.0.0.5:8998"
     assert requests(side_channel=False).ask("r1", dict(params)) is Verdict.LATER
     assert requests().ask("r1", asking()) is Verdict.LATER
+
+
+def test_an_engine_that_returned_its_start_is_waited_for_in_the_book():
+    params = asking(remote_bootstrap_addr="http://10.0.0.5:8998", remote_generation="g1")
+    assert requests().ask("r1", params) is Verdict.LATER

@@ -7,8 +7,9 @@ as it is now:
 
 - the scheduler half resolves requests (`rankbook_vllm.mooncake`) before vLLM
   sees them, and binds each pull to the start of its producer;
-- the worker half fills vLLM's tables of addresses, and fails the pulls of a
-  producer that is gone: they would wait for minutes.
+- the worker half fills vLLM's tables of addresses for each pull alone, so that
+  what a bootstrap server of a peer without rankbook says reaches nobody else,
+  and fails the pulls of a producer that is gone: they would wait for minutes.
 
 Read against vLLM 0.32.
 """
@@ -23,14 +24,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankbook.errors import RankbookError
+from rankbook.errors import BadRecord, NotFound, RankbookError
 from rankbook.model import Handshake, State, Topology
 from rankbook_vllm._vllm.base import children, logger
 from rankbook_vllm._vllm.halves import BookScheduler, SchedulerHalf, become
 from rankbook_vllm.config import Settings
 from rankbook_vllm.handshake import Call, check_pair
-from rankbook_vllm.lookup import Use, Wait
-from rankbook_vllm.mooncake import Listener, MooncakeRequests, addresses_of, is_dead
+from rankbook_vllm.lookup import Use
+from rankbook_vllm.mooncake import (
+    Listener,
+    MooncakeRequests,
+    addresses_of,
+    is_address,
+    is_dead,
+    names_transfer,
+)
 from rankbook_vllm.peers import Outcome, PeerBook
 from rankbook_vllm.requests import transfer_tp_size
 
@@ -48,6 +56,7 @@ _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connec
 _CONNECTOR = "MooncakeConnector"
 _DEFAULT_PROTOCOL = "rdma"  # vLLM's own
 _SHUTDOWN_S = 2.0
+_MAX_FOREIGN = 1024
 
 
 def missing_seams() -> tuple[str, ...]:
@@ -79,6 +88,7 @@ def missing_seams() -> tuple[str, ...]:
                 "receive_kv",
                 "receive_kv_from_single_worker",
                 "_handle_failed_recv",
+                "_connect_to_prefiller_bootstrap",
             ),
         ),
     )
@@ -146,11 +156,39 @@ class MooncakeScheduler(BookScheduler):
     """Goes before a Mooncake scheduler class. Everything runs on the engine core's thread."""
 
     def on_new_request(self, request: Any) -> None:
-        """Names the transfer of a prefill that nobody named; else as for every connector."""
+        """Names the transfer of a prefill that nobody named, and takes out what vLLM would
+        end the engine core for; else as for every connector."""
         params = request.kv_transfer_params
-        if isinstance(params, dict) and params.get("do_remote_decode"):
-            params["transfer_id"] = params.get("transfer_id") or str(request.request_id)
+        if isinstance(params, dict):
+            self._fit(str(request.request_id), params)
+        elif params is not None:
+            logger.warning(
+                "rankbook: request %s has kv_transfer_params %.100r, which is no object; served "
+                "without",
+                request.request_id,
+                params,
+            )
+            request.kv_transfer_params = None
         super().on_new_request(request)
+
+    def _fit(self, request_id: str, params: dict[str, Any]) -> None:
+        scheduler: Any = self
+        for flag, unfit, role in (
+            ("do_remote_prefill", scheduler.is_kv_producer, "kv_producer"),
+            ("do_remote_decode", scheduler.is_kv_consumer, "kv_consumer"),
+        ):
+            if unfit and params.get(flag):
+                _switch_off(request_id, params, flag, f"this engine is a {role}")
+        if params.get("do_remote_prefill") and params.get("do_remote_decode"):
+            # vLLM keeps the blocks of such a request, and tells its workers of none.
+            _switch_off(request_id, params, "do_remote_decode", "says do_remote_prefill as well")
+        if params.get("do_remote_decode"):
+            if params.get("transfer_id") in (None, ""):
+                params["transfer_id"] = request_id
+            elif not names_transfer(params["transfer_id"]):
+                # Under another name nobody would come for the blocks.
+                why = f"transfer_id is {params['transfer_id']!r:.100}, it takes text"
+                _switch_off(request_id, params, "do_remote_decode", why)
 
     def _generations(self, meta: Any) -> dict[str, str]:
         # Pulls are by engine here, and each is bound by itself.
@@ -174,6 +212,18 @@ class MooncakeScheduler(BookScheduler):
         return delay, returned
 
 
+def _switch_off(request_id: str, params: dict[str, Any], flag: str, why: str) -> None:
+    logger.warning(
+        "rankbook: request %s says %s %.100r, but %s: served without; send a prefill to a producer "
+        "and its decode, with what the producer returned, to a consumer",
+        request_id,
+        flag,
+        params[flag],
+        why,
+    )
+    params[flag] = False
+
+
 # -------------------------------------------------------------------- the worker
 
 
@@ -186,17 +236,63 @@ class _Pull:
     metas: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Producer:
+    """Where a producer's workers are, as vLLM's tables have it."""
+
+    engine_id: str
+    addresses: dict[int, dict[int, str]]
+    tp_size: int
+    topology: Topology | None = None
+    """What it was taken from; None for a peer without rankbook."""
+
+
 @dataclass(slots=True)
 class WorkerHalf:
     """What the book adds to a Mooncake worker. For its receiver's loop only."""
 
     book: PeerBook
     settings: Settings
-    known: dict[str, Topology] = field(default_factory=dict)
-    """The topology that each producer's addresses were taken from."""
+    known: dict[str, _Producer] = field(default_factory=dict)
+    """The producers of the book."""
+    foreign: dict[tuple[str, str], _Producer] = field(default_factory=dict)
+    """Those without rankbook, each by the bootstrap server that named it: what one says
+    is for the requests that name it."""
+    asking: dict[str, asyncio.Task[_Desk]] = field(default_factory=dict)
+    """Bootstrap servers that are being asked."""
     pulls: dict[asyncio.Task[Any], _Pull] = field(default_factory=dict)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     """Kept so that they are not collected."""
+
+
+class _Desk:
+    """Stands for a worker while vLLM asks a bootstrap server for it: the answer stays here."""
+
+    def __init__(self, worker: Any, server: str) -> None:
+        self._rankbook_worker = worker
+        self._pending_bootstrap_queries = {server: asyncio.Event()}
+        self._remote_agents: dict[str, dict[int, dict[int, str]]] = {}
+        self._tp_size: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rankbook_worker, name)
+
+    async def ask(self, server: str) -> _Desk:
+        await type(self._rankbook_worker)._connect_to_prefiller_bootstrap(self, server)
+        return self
+
+    def found(self, engine_id: str) -> _Producer | None:
+        if engine_id not in self._remote_agents:
+            return None
+        addresses = self._remote_agents[engine_id]
+        for address in (one for stages in addresses.values() for one in stages.values()):
+            if not is_address(address):  # vLLM leaves a socket behind, and cannot shut down
+                raise BadRecord(
+                    f"{engine_id} listens at {address!r:.100} by its bootstrap server: it takes "
+                    "tcp://HOST:PORT",
+                    metadata={"engine_id": engine_id, "value": f"{address!r:.100}"},
+                )
+        return _Producer(engine_id, addresses, self._tp_size[engine_id])
 
 
 class MooncakeWorker:
@@ -223,19 +319,26 @@ class MooncakeWorker:
 
     async def _start_load_kv(self, reqs_to_recv: Mapping[str, Mapping[str, Any]]) -> None:
         for engine_id, pulls in reqs_to_recv.items():
-            for generation, metas in _by_generation(pulls).items():
-                await self._rankbook_pull(engine_id, generation, metas)
+            for (generation, server), metas in _together(pulls).items():
+                try:
+                    self._rankbook_pull(engine_id, generation, server, metas)
+                except Exception as error:  # noqa: BLE001 - nobody awaits this
+                    _hand_back(self, metas, error)
 
-    async def _rankbook_pull(self, engine_id: str, generation: str, metas: dict[str, Any]) -> None:
+    def _rankbook_pull(
+        self, engine_id: str, generation: str, server: str, metas: dict[str, Any]
+    ) -> None:
         half = self.rankbook
         answer = half.book.judge(engine_id, generation)
-        if isinstance(answer, Use) and half.known.get(engine_id) is answer.topology:
-            _receive(self, answer.topology, metas)
+        known = half.known.get(engine_id)
+        if isinstance(answer, Use) and known is not None and known.topology is answer.topology:
+            _receive(self, known, metas)
             return
-        if isinstance(answer, Wait) and half.settings.side_channel and _is_foreign(half, metas):
-            await super()._start_load_kv({engine_id: metas})  # type: ignore[misc]
-            return
-        task = asyncio.create_task(_learn(self, engine_id, generation, metas))
+        if server and half.settings.side_channel and half.book.get(engine_id) is None:
+            learning = _look_up(self, engine_id, server, metas)
+        else:
+            learning = _learn(self, engine_id, generation, metas)
+        task = asyncio.create_task(learning)
         half.tasks.add(task)
         task.add_done_callback(half.tasks.discard)
 
@@ -243,6 +346,12 @@ class MooncakeWorker:
         self, worker_addr: str, pull_metas: Mapping[str, Any]
     ) -> None:
         """vLLM's question to one worker; ended when the worker is gone."""
+        try:
+            await self._rankbook_ask(worker_addr, pull_metas)
+        except Exception as error:  # noqa: BLE001 - nobody awaits this
+            _hand_back(self, pull_metas, error)
+
+    async def _rankbook_ask(self, worker_addr: str, pull_metas: Mapping[str, Any]) -> None:
         half = self.rankbook
         first = next(iter(pull_metas.values()))
         asked = getattr(first, "rankbook_asked", "")
@@ -263,29 +372,72 @@ class MooncakeWorker:
     def shutdown(self) -> None:
         """Ends questions under way, for whose answers vLLM's shutdown would wait."""
         loop: asyncio.AbstractEventLoop | None = getattr(self, "receiver_loop", None)
-        if loop is not None and loop.is_running():
-            asyncio.run_coroutine_threadsafe(_end_pulls(self.rankbook), loop).result(_SHUTDOWN_S)
-        super().shutdown()  # type: ignore[misc]
+        try:
+            if loop is not None and loop.is_running():
+                ended = asyncio.run_coroutine_threadsafe(_end_pulls(self.rankbook), loop)
+                ended.result(_SHUTDOWN_S)
+        except Exception as error:  # noqa: BLE001 - vLLM's own shutdown must follow
+            logger.warning(
+                "rankbook: Mooncake's questions under way were not ended within %g s (%s)",
+                _SHUTDOWN_S,
+                type(error).__name__,
+            )
+        finally:
+            super().shutdown()  # type: ignore[misc]
 
 
 async def _end_pulls(half: WorkerHalf) -> None:
-    tasks = (*half.tasks, *half.pulls)
+    tasks = (*half.tasks, *half.pulls, *half.asking.values())
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _by_generation(pulls: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def _together(pulls: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Pulls by the start that they are bound to, else by the bootstrap server they name:
+    those are answered alike."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for request_id, meta in pulls.items():
         generation = getattr(meta, "rankbook_generation", "")
-        found.setdefault(generation, {})[request_id] = meta
+        server = "" if generation else str(meta.remote_bootstrap_addr or "")
+        found.setdefault((generation, server), {})[request_id] = meta
     return found
 
 
-def _is_foreign(half: WorkerHalf, metas: Mapping[str, Any]) -> bool:
-    first = next(iter(metas.values()))
-    return bool(first.remote_bootstrap_addr) and half.book.get(first.remote_engine_id) is None
+def _hand_back(worker: Any, metas: Mapping[str, Any], error: Exception) -> None:
+    """Gives requests back to the engine core, with their blocks."""
+    what = error.reason if isinstance(error, RankbookError) else type(error).__name__
+    worker._handle_failed_recv(metas, list(metas), f"{what}: {error}")
+
+
+async def _look_up(worker: Any, engine_id: str, server: str, metas: dict[str, Any]) -> None:
+    """Asks a bootstrap server, as vLLM does, for a producer without rankbook."""
+    half: WorkerHalf = worker.rankbook
+    try:
+        found = half.foreign.get((engine_id, server))
+        if found is None:
+            asking = half.asking.get(server)
+            if asking is None:
+                asking = asyncio.create_task(_Desk(worker, server).ask(server))
+                half.asking[server] = asking
+                asking.add_done_callback(lambda _: half.asking.pop(server, None))
+            found = (await asyncio.shield(asking)).found(engine_id)
+            if found is None:
+                raise NotFound(
+                    f"engine {engine_id} is neither in the book nor named by the bootstrap "
+                    f"server {server}",
+                    metadata={"engine_id": engine_id, "remote_bootstrap_addr": server},
+                )
+            if len(half.foreign) >= _MAX_FOREIGN:
+                half.foreign.clear()
+            half.foreign[engine_id, server] = found
+    except Exception as error:  # noqa: BLE001 - nobody awaits this
+        _hand_back(worker, metas, error)
+        return
+    if half.book.get(engine_id) is not None:  # by now; then the book's word goes
+        await _learn(worker, engine_id, "", metas)
+        return
+    _receive(worker, found, metas)
 
 
 async def _learn(worker: Any, engine_id: str, generation: str, metas: dict[str, Any]) -> None:
@@ -303,12 +455,10 @@ async def _learn(worker: Any, engine_id: str, generation: str, metas: dict[str, 
             Call(engine_id, transfer_tp_size(peer), layout.dcp_size, layout.pp_size),
         )
         addresses = addresses_of(peer, _protocol(worker))
-    except RankbookError as error:
-        worker._handle_failed_recv(metas, list(metas), f"{error.reason}: {error}")
+    except Exception as error:  # noqa: BLE001 - nobody awaits this
+        _hand_back(worker, metas, error)
         return
-    worker._remote_agents[engine_id] = addresses
-    worker._tp_size[engine_id] = layout.tp_size
-    half.known[engine_id] = peer
+    known = half.known[engine_id] = _Producer(engine_id, addresses, layout.tp_size, peer)
     logger.info(
         "rankbook: %s start %s (epoch %d): %d workers to ask",
         engine_id,
@@ -316,17 +466,26 @@ async def _learn(worker: Any, engine_id: str, generation: str, metas: dict[str, 
         peer.engine.epoch,
         sum(len(stages) for stages in addresses.values()),
     )
-    _receive(worker, peer, metas)
+    _receive(worker, known, metas)
 
 
-def _receive(worker: Any, peer: Topology, metas: dict[str, Any]) -> None:
-    for meta in metas.values():
-        meta.rankbook_asked = peer.engine.generation
+def _receive(worker: Any, producer: _Producer, metas: dict[str, Any]) -> None:
+    if producer.topology is not None:
+        for meta in metas.values():
+            meta.rankbook_asked = producer.topology.engine.generation
+    engine_id = producer.engine_id
+    # vLLM reads its tables before it returns, so they are this producer's for so long.
+    tables = worker._remote_agents, worker._tp_size
+    worker._remote_agents = {engine_id: producer.addresses}
+    worker._tp_size = {engine_id: producer.tp_size}
     try:
-        worker.receive_kv(peer.engine.engine_id, metas)
-    except (AssertionError, LookupError) as error:
-        # Nobody awaits this: the requests would wait for ever.
-        worker._handle_failed_recv(metas, list(metas), f"{type(error).__name__}: {error}")
+        worker.receive_kv(engine_id, metas)
+        if not all(meta.pull_tasks_count for meta in metas.values()):
+            raise LookupError(f"{engine_id} has no worker to ask")
+    except Exception as error:  # noqa: BLE001 - nobody awaits this
+        _hand_back(worker, metas, error)
+    finally:
+        worker._remote_agents, worker._tp_size = tables
 
 
 async def _when(half: WorkerHalf, engine_id: str, generation: str) -> Topology:
@@ -368,12 +527,11 @@ def _changed(worker: Any, engine_id: str, topology: Topology | None) -> None:
     known = half.known.get(engine_id)
     if known is not None and (
         topology is None
-        or topology.engine.generation != known.engine.generation
+        or known.topology is None
+        or topology.engine.generation != known.topology.engine.generation
         or topology.engine.state is State.GONE
     ):
         del half.known[engine_id]
-        worker._remote_agents.pop(engine_id, None)
-        worker._tp_size.pop(engine_id, None)
     for task, pull in tuple(half.pulls.items()):
         if pull.engine_id == engine_id and is_dead(pull.generation, topology):
             _give_up(worker, pull)
