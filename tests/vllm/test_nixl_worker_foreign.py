@@ -195,6 +195,17 @@ def test_a_dialled_peer_of_too_many_blocks_is_not_taken_note_of(listener, consum
     assert desk.nixl._names == 0  # nobody was added, and nothing prepared
 
 
+@both
+def test_a_dialled_peer_that_vllm_has_let_go_of_is_not_remembered(listener, consumer, kind):
+    desk = dialled(consumer(kind))
+    end(desk)
+    desk.worker._engine_ttl = 0.001
+    desk.worker._engine_last_active[PEER] = 0.0
+    desk.worker._ensure_handshake("peer-1", "peer-1", 0, 1)
+    assert [one for one, _ in desk.worker.cleaned] == [PEER]
+    assert PEER not in desk.pairs._made
+
+
 # --------------------------------------------------------------- how much there is
 
 

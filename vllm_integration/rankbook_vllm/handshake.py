@@ -292,6 +292,13 @@ class Pairs:
             self._over.pop(engine_id, None)
             self._look(engine_id)
 
+    def evicted(self, engine_id: str) -> None:
+        """vLLM let go of an engine by itself; of one that was dialled no word may ever come."""
+        with self._lock:
+            made = self._made.get(engine_id)
+            if made is not None and not made.generation and engine_id not in self._over:
+                del self._made[engine_id]
+
     def count(self, what: str) -> int:
         """Counts one more; returns how many there are."""
         with self._lock:

@@ -54,11 +54,16 @@ def _read_call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
     )
 
 
-class _QuietWorker(BookWorker):
-    """Tries no handshake for a heartbeat to a peer that the book refuses: each would be one
-    more error, and who waits for that peer is told when its KV is asked for."""
+class _Worker(BookWorker):
+    """What vLLM's worker does by itself, with the book."""
+
+    def _cleanup_remote_engine(self, engine_id: str, **options: Any) -> None:
+        super()._cleanup_remote_engine(engine_id, **options)  # type: ignore[misc]
+        self.rankbook.pairs.evicted(engine_id)
 
     def _send_heartbeats(self, metadata: Any) -> None:
+        # To a peer that the book refuses no handshake is tried: each would be one more error,
+        # and who waits for that peer is told when its KV is asked for.
         half = self.rankbook
         metadata.heartbeat_by_engine = {
             engine_id: beat
@@ -106,7 +111,7 @@ def extend_worker(worker: Any, settings: Settings, book: PeerBook) -> WorkerHalf
         shake=lambda topology, make: shake(worker, topology, make),
         dial=lambda engine_id, make: dial(worker, engine_id, make),
     )
-    become(worker, _QuietWorker)
+    become(worker, _Worker)
     if settings.prewarm:
         half.warm = lambda engine_id: _warm(worker, engine_id)
         book.on_change(lambda engine_id, _: half.warm(engine_id))
