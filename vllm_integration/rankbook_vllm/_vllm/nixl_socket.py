@@ -25,10 +25,10 @@ from rankbook_vllm.handshake import payloads_of, workers_of
 
 __all__ = ["MOST_BLOCKS", "answer_from_book", "check_blocks", "dial", "shake", "take_back"]
 
-MOST_BLOCKS = 1 << 24
+MOST_BLOCKS = 1 << 25
 """Blocks of all regions of a peer's worker together, for each of which vLLM makes a
-descriptor of some 50 bytes as soon as it shakes hands: 0.8 GB in all. A device of 288 GB
-has fewer in blocks of 18 KiB, which 16 tokens of a compressed (MLA) layer take."""
+descriptor of some 50 bytes as soon as it shakes hands: 1.7 GB in all. A device of 288 GB
+has fewer in blocks of 9 KiB, which 16 tokens of a compressed (MLA) layer take in 8 bits."""
 
 _PER_ENGINE = (
     "kv_caches_base_addr",
