@@ -44,6 +44,7 @@ def measure(start_engine, registry: str, prewarm: bool) -> tuple[float, float]:
     """The first request's decode time, and the median of the next five."""
     settings = {"side_channel": False, "prewarm": prewarm}
     with Pair(start_engine, registry, settings=settings) as pair:
+        pair.wait_ready()
         if prewarm:
             wait_warm(pair)
         times = [pair.ask(prompt(70, seed), 4).decode_s for seed in range(6)]
