@@ -16,7 +16,7 @@ from typing import Any
 
 from rankbook.errors import BadRecord, BadRequest, Incompatible, Incomplete
 from rankbook.model import Handshake, Slot, State, Topology, WorkerRecord
-from rankbook_vllm.requests import Requests
+from rankbook_vllm.requests import MAX_TEXT, Requests, is_text
 from rankbook_vllm.seal import slot_name
 
 __all__ = [
@@ -34,8 +34,6 @@ FORMAT = "vllm.mooncake"
 """Handshake format of a worker that sends KV over Mooncake."""
 VERSION = 1
 """Of the payload: a JSON object with the fields of `Listener`."""
-_MAX_TEXT = 512
-"""Characters of a name or an address in a request."""
 _ADDRESS = re.compile(
     r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?\]):(\d{1,5})"
 )
@@ -185,13 +183,7 @@ def names_transfer(value: object) -> bool:
     vLLM looks it up, and sends those of all pulls of a step in one message: one that
     cannot be hashed or encoded takes the others with it.
     """
-    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_TEXT:
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can say
-        return False
-    return True
+    return bool(value) and is_text(value)
 
 
 class MooncakeRequests(Requests):
@@ -204,7 +196,7 @@ class MooncakeRequests(Requests):
                 "transfer_id", transfer_id, "the text that the producer was given or returned"
             )
         server = params.get("remote_bootstrap_addr")
-        if server is not None and not (isinstance(server, str) and len(server) <= _MAX_TEXT):
+        if server is not None and not is_text(server):
             raise _unreadable(
                 "remote_bootstrap_addr", server, "the address of a bootstrap server, or nothing"
             )
@@ -230,11 +222,11 @@ class MooncakeRequests(Requests):
 
 def _unreadable(field: str, value: object, takes: str) -> BadRequest:
     return BadRequest(
-        f"kv_transfer_params {field} is {value!r:.100}: it takes {takes}, of at most {_MAX_TEXT} "
+        f"kv_transfer_params {field} is {value!r:.100}: it takes {takes}, of at most {MAX_TEXT} "
         "characters",
         metadata={
             "field": field,
             "value": f"{value!r:.100}",
-            "rule": f"text of at most {_MAX_TEXT} characters",
+            "rule": f"text of at most {MAX_TEXT} characters",
         },
     )

@@ -30,11 +30,20 @@ from rankbook.model import Address, Role, State, Topology
 from rankbook_vllm.config import Settings, bare_host
 from rankbook_vllm.lookup import Answer, Refuse, Use, Wait
 
-__all__ = ["WAITED", "Known", "Requests", "Verdict", "address_of", "transfer_tp_size"]
+__all__ = [
+    "MAX_TEXT",
+    "WAITED",
+    "Known",
+    "Requests",
+    "Verdict",
+    "address_of",
+    "is_text",
+    "transfer_tp_size",
+]
 
 Params = MutableMapping[str, Any]
 
-_MAX_TEXT = 512
+MAX_TEXT = 512
 """Characters of a name in a request. An engine_id has at most 256 (`rankbook.limits`); vLLM makes
 request ids of a client's, of a few hundred."""
 _MAX_SIZE = 65_535
@@ -101,17 +110,29 @@ def _text(params: Mapping[str, Any], name: str) -> str:
     value = params.get(name)
     if value is None:
         return ""
-    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+    if not is_text(value):
         raise BadRequest(
             f"kv_transfer_params {name} is {_short(value)}: it takes the text that the producer "
-            f"returned, at most {_MAX_TEXT} characters",
+            f"returned, at most {MAX_TEXT} characters",
             metadata={
                 "field": name,
                 "value": _short(value),
-                "rule": f"text of at most {_MAX_TEXT} characters",
+                "rule": f"text of at most {MAX_TEXT} characters",
             },
         )
-    return value
+    return str(value)
+
+
+def is_text(value: object) -> bool:
+    """Whether a parameter is text of at most `MAX_TEXT` characters that can be sent: half of a
+    surrogate pair, which JSON can say, ends whoever encodes it."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _short(value: object) -> str:

@@ -154,6 +154,14 @@ def test_no_value_of_a_request_fills_the_log(book, requests_of, caplog, change, 
     assert len(str(requests.error("r"))) < 1_000
 
 
+@pytest.mark.parametrize("name", ["remote_engine_id", "remote_generation", "remote_request_id"])
+def test_half_of_a_surrogate_pair_is_no_text(requests_of, name):
+    """A heartbeat of it would end a worker."""
+    requests = requests_of()
+    assert requests.ask("r", least(**{name: "a\ud800"})) is Verdict.FAIL
+    assert requests.error("r").metadata["field"] == name
+
+
 def test_a_fault_of_our_own_fails_the_request_and_not_the_engine(book, requests_of, caplog):
     def judge(*_, **__):
         raise ZeroDivisionError("a record that nobody foresaw")
