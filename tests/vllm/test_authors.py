@@ -1,8 +1,8 @@
 """A connector of one's own moves real KV by the plan, over layouts that NIXL on CPU cannot.
 
 `example_connector.py` between three engines that each give and take, in every
-direction: stages to ranks, ranks to stages, and stages to stages that are cut
-elsewhere. Four layers and four KV heads, so that each worker has a part of both.
+direction: two stages, two ranks, and a grid of both whose stages are cut elsewhere.
+Four layers and four KV heads, so that each worker has a part of both.
 """
 
 import itertools
@@ -21,8 +21,9 @@ import rankbook
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(500)]
 
 HERE = Path(__file__).parent
-ENGINES = {"three-one": ("3,1", 1), "one-three": ("1,3", 1), "two-ranks": ("4", 2)}
-"""Layers of each stage and ranks of a stage, by engine_id: two workers each."""
+ENGINES = {"stages": ("3,1", 1), "ranks": ("4", 2), "grid": ("1,3", 2)}
+"""Layers of each stage and ranks of a stage, by engine_id."""
+WORKERS = {"stages": 2, "ranks": 2, "grid": 4}
 WAYS = list(itertools.permutations(ENGINES, 2))
 
 
@@ -90,7 +91,8 @@ def test_every_worker_has_published_its_own_door(engines, registry):
             topology = client.get_topology(engine_id, wait_s=30)
             assert topology.engine.state is rankbook.State.READY
             assert {worker.handshake.format for worker in topology.workers} == {"vllm.Door"}
-            assert len({worker.handshake.payload for worker in topology.workers}) == 2
+            doors = {worker.handshake.payload for worker in topology.workers}
+            assert len(doors) == WORKERS[engine_id]
 
 
 def test_a_prompt_is_answered_as_by_one_engine_from_kv_that_was_moved(way, truth):
@@ -120,7 +122,7 @@ def test_kv_of_another_prompt_makes_other_tokens(way, truth):
 def test_blocks_of_another_start_are_refused_at_once_and_those_of_this_one_stay_good(
     engines, truth
 ):
-    producer, consumer = engines["three-one"], engines["two-ranks"]
+    producer, consumer = engines["stages"], engines["grid"]
     asked = PROMPTS[0]
     params = prefill(producer, asked)
     began = time.monotonic()
