@@ -266,13 +266,16 @@ def test_counts_that_are_not_one_for_each_region_are_refused(counts):
         check_blocks("peer-0 pp0 tp0", said, KvCache(num_blocks=256))
 
 
+A_QUARTER = MOST_BLOCKS // 4 + 1
+
+
 @pytest.mark.parametrize(
     "said",
     [
-        {"num_blocks": 8_000_000, "kv_caches_base_addr": [0] * 4},
-        {"region_num_blocks": [8_000_000] * 4, "kv_caches_base_addr": [0] * 4},
+        {"num_blocks": A_QUARTER, "kv_caches_base_addr": [0] * 4},
+        {"region_num_blocks": [A_QUARTER] * 4, "kv_caches_base_addr": [0] * 4},
         # A state-space layer has a state for each of the cache's own blocks.
-        {"num_blocks": 8_000_000, "region_num_blocks": [1] * 4, "kv_caches_base_addr": [0] * 4},
+        {"num_blocks": A_QUARTER, "region_num_blocks": [1] * 4, "kv_caches_base_addr": [0] * 4},
     ],
     ids=["all the same", "each its own", "states"],
 )
@@ -280,8 +283,13 @@ def test_more_blocks_than_any_device_has_are_refused_though_the_record_agrees(sa
     kv = KvCache(num_blocks=said.get("num_blocks", 256))
     with pytest.raises(LimitExceeded) as over:
         check_blocks("peer-0 pp0 tp0", payload(**said), kv)
-    assert over.value.metadata["value"] == "32000000"
+    assert over.value.metadata["value"] == str(MOST_BLOCKS + 4)
     assert over.value.metadata["bound"] == str(MOST_BLOCKS)
+
+
+def test_the_most_blocks_are_far_from_what_fills_a_host():
+    """Some 50 bytes each, as measured with vLLM's own numpy arrays and NIXL's lists."""
+    assert 50 * MOST_BLOCKS < 2 << 30
 
 
 @pytest.mark.parametrize("said", [b"", b"\x00", msgspec.msgpack.encode({"some": "thing"})])
