@@ -92,6 +92,7 @@ def pair(truth, start_engine, registry):
         settings={"side_channel": False},
     )
     with made:
+        made.wait_ready()
         yield made
 
 

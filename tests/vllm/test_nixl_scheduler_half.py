@@ -440,6 +440,16 @@ def test_the_class_keeps_its_name_and_stays_vllms(make):
     assert type(make(Push)) is type(scheduler)
 
 
+@both
+@pytest.mark.parametrize("params", ["text", ["a", "list"], 7, True])
+def test_parameters_that_are_no_object_end_no_engine_core(make, kind, params):
+    scheduler, asked = make(kind), request("r1", params)
+    scheduler.on_new_request(asked)
+    assert schedule(scheduler, asked) == (0, False)
+    assert scheduler.request_finished(asked, BLOCKS) == (False, None)
+    assert held(scheduler) == []
+
+
 # ------------------------------------------------------------- what is read back
 
 

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 def pair(truth, make_pair):
     settings = {"side_channel": False}
     with make_pair(connector="NixlConnector", pp_size=1, settings=settings) as made:
+        made.wait_ready()
         yield made
 
 

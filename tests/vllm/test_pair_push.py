@@ -35,6 +35,7 @@ def pair(request, truth, make_pair):
         partition=partition,
         settings={"side_channel": partition == EVEN},
     ) as made:
+        made.wait_ready()
         yield made
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rankbook_vllm._vllm.base import logger
 from rankbook_vllm.config import Settings
 from rankbook_vllm.requests import Requests, Verdict
 
@@ -44,6 +45,15 @@ class BookScheduler:
 
     def on_new_request(self, request: Any) -> None:
         """Resolves the request at once where its producer is known."""
+        params = request.kv_transfer_params
+        if params is not None and not isinstance(params, dict):
+            logger.warning(
+                "rankbook: request %s has kv_transfer_params %.100r, which is no object; served "
+                "without",
+                request.request_id,
+                params,
+            )
+            request.kv_transfer_params = None  # vLLM would end the engine core for it
         _look_back(self, request)
         if _takes(request):
             if self.rankbook.requests.ask(_id(request), request.kv_transfer_params) is Verdict.GO:

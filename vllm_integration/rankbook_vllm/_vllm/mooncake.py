@@ -161,14 +161,6 @@ class MooncakeScheduler(BookScheduler):
         params = request.kv_transfer_params
         if isinstance(params, dict):
             self._fit(str(request.request_id), params)
-        elif params is not None:
-            logger.warning(
-                "rankbook: request %s has kv_transfer_params %.100r, which is no object; served "
-                "without",
-                request.request_id,
-                params,
-            )
-            request.kv_transfer_params = None
         super().on_new_request(request)
 
     def _fit(self, request_id: str, params: dict[str, Any]) -> None:
