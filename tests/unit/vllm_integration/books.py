@@ -107,6 +107,16 @@ def consumer(engine_id: str = "decode-a-0", **changes: Any) -> Topology:
     return engine(engine_id, **({"role": Role.CONSUMER, "payload": b"decode"} | changes))
 
 
+class Clock:
+    """Seconds that go on when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @dataclasses.dataclass
 class Waiting:
     """Who asked to be called."""

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 
 import pytest
-from tests.unit.vllm_integration.books import HandBook, engine
+from tests.unit.vllm_integration.books import Clock, HandBook, engine
 
 from rankbook.errors import BadRequest, DeadlineExceeded
 from rankbook.model import State
@@ -15,13 +15,6 @@ from rankbook_vllm.requests import WAITED, Requests, Verdict
 ENGINE = "prefill-a-0"
 HUGE = "x" * 5_000_000
 KEPT_S = 30.0
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self):
-        return self.now_s
 
 
 @pytest.fixture
