@@ -532,6 +532,7 @@ def test_a_connector_that_signs_in_counts_what_its_parts_count():
         def __init__(self, vllm_config, role, kv_cache_config):
             KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
             self.connector_scheduler = object.__new__(NixlPushConnectorScheduler)
+            self.connector_scheduler.vllm_config = vllm_config
             self.connector_worker = None
 
     transfer_config = KVTransferConfig(
