@@ -189,6 +189,18 @@ def test_a_deadline_with_the_registry_away_says_so(peer_book, rankbookd):
     with pytest.raises(DeadlineExceeded) as caught:
         peer_book(server.grpc).wait("e", timeout_s=0.2)
     assert caught.value.metadata["why"] == Reason.UNREACHABLE
+    assert "the registry has said nothing yet" in str(caught.value)
+
+
+def test_a_deadline_says_for_how_long_the_registry_has_been_away(peer_book, made, rankbookd):
+    server = rankbookd()
+    book = follows(made, peer_book(server.grpc))
+    server.stop()
+    made.eventually(lambda: not book.current, 5, "the registry is missed")
+    with pytest.raises(DeadlineExceeded) as caught:
+        book.wait("nobody", timeout_s=1.2)
+    assert "the registry has said nothing for" in str(caught.value)
+    assert float(caught.value.metadata["registry_age_s"]) >= 1.2
 
 
 def test_a_dead_peer_does_not_delay_anothers_wait(

@@ -131,6 +131,20 @@ def test_vllm_takes_the_offset_of_the_peers_clock_from_it(consumer):
     assert desk.worker._engine_clock_offset[PEER] == pytest.approx(500.0, abs=0.5)
 
 
+@both
+def test_a_handshake_without_a_registry_goes_by_the_copy_and_says_how_old_it_is(
+    consumer, log, kind
+):
+    desk = consumer(kind)
+    desk.book.put(desk.peer("g1"))
+    desk.book.current, desk.book.age_s = False, 74.0
+    desk.step(r1="g1")
+    desk.settle()
+    desk.step()
+    assert reached(desk) == {"r1": "g1"}
+    assert "shakes hands with peer-0 as it was 74 s ago: the registry is away" in log.text
+
+
 def test_other_threads_still_get_vllms_own_socket(monkeypatch):
     original = base_worker.zmq_ctx
     opened = []

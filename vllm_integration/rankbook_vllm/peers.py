@@ -8,6 +8,7 @@ registry is away. Who can wait gives a deadline and is called back.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -276,7 +277,8 @@ class PeerBook:
             elif isinstance(answer, Refuse):
                 outcome = answer.why
             elif now >= waiter.deadline_s:
-                outcome = _too_late(waiter.engine_id, waiter.timeout_s, answer)
+                away_s = None if self.current else self.age_s
+                outcome = _too_late(waiter.engine_id, waiter.timeout_s, answer, away_s)
             else:
                 continue
             with self._cond:
@@ -290,9 +292,15 @@ class PeerBook:
             self._log.exception("rankbook: a callback of the peer book raised")
 
 
-def _too_late(engine_id: str, timeout_s: float, answer: Wait | None) -> DeadlineExceeded:
+def _too_late(
+    engine_id: str, timeout_s: float, answer: Wait | None, away_s: float | None = None
+) -> DeadlineExceeded:
     why = f": {answer.why.message}" if answer else ""
     about: dict[str, object] = {"engine_id": engine_id, "timeout_s": timeout_s}
+    if away_s is not None:
+        ago = f"for {away_s:.0f} s" if math.isfinite(away_s) else "yet"
+        why = f"{why}; the registry has said nothing {ago}"
+        about["registry_age_s"] = away_s
     if answer is not None:
         about |= answer.why.metadata | {"why": answer.why.reason}
     return DeadlineExceeded(f"waited {timeout_s:g} s for {engine_id}{why}", metadata=about)

@@ -133,6 +133,7 @@ class HandBook:
     def __init__(self, *known: Topology) -> None:
         self.known = {one.engine.engine_id: one for one in known}
         self.current = True
+        self.age_s = 0.0
         self.waiting: list[Waiting] = []
         self._on_change: list[Callable[[str, Topology | None], None]] = []
 

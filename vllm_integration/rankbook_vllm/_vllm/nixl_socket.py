@@ -182,6 +182,13 @@ def answer_from_book() -> None:
 def shake(worker: Any, topology: Topology, make: Callable[[], Any]) -> Any:
     """Runs vLLM's handshake with a peer's payloads; takes back what it did if it fails."""
     layout = topology.engine.layout
+    book = worker.rankbook.book
+    if not book.current:
+        logger.warning(
+            "rankbook: shakes hands with %s as it was %.0f s ago: the registry is away",
+            topology.engine.engine_id,
+            book.age_s,
+        )
     ranks = worker.transfer_topo.handshake_target_ranks(
         max(layout.tp_size, layout.dcp_size),
         *((layout.dcp_size,) if layout.dcp_size > 1 else ()),
@@ -192,7 +199,7 @@ def shake(worker: Any, topology: Topology, make: Callable[[], Any]) -> Any:
             name = f"{engine_id} pp{pp_rank} tp{rank}"
             check_blocks(name, record.handshake.payload, record.kv)
     payloads = payloads_of(topology, ranks)
-    clock = worker.rankbook.book.clock_of(topology)
+    clock = book.clock_of(topology)
     if clock is None and getattr(worker, "_bidirectional_kv_xfer_enabled", False):
         raise Unavailable(
             f"the clock of {engine_id} is not known yet, and bidirectional KV "
