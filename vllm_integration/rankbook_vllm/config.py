@@ -73,8 +73,8 @@ class Settings:
     """Whether the connector's own listener is kept, and peers that are not in the
     book are asked through theirs. Off, no port is opened. `RANKBOOK_SIDE_CHANNEL`."""
     peer_timeout_s: float = 30.0
-    """How long a request waits for a peer that is not READY yet.
-    `RANKBOOK_PEER_TIMEOUT_S`."""
+    """How long a request waits for a peer that is not READY yet; less where its blocks are
+    kept there meanwhile (`requests.WAITED`). `RANKBOOK_PEER_TIMEOUT_S`."""
     wrong_params: str = "correct"
     """What becomes of a request whose sizes or address differ from the sealed
     topology: "correct" takes the topology's, "refuse" fails it. Both are counted.
