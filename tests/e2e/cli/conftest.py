@@ -17,6 +17,10 @@ import pytest
 
 _PATIENCE_S = 30.0
 
+# A run in the background (nohup, &) ignores ctrl-C, and what it starts would, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 class Ran:
     """What a command came to."""
