@@ -193,7 +193,10 @@ def test_a_push_that_is_parked_until_its_blocks_are_freed_never_goes(producer, l
     desk.settle()
     assert reached(desk) == {"p1": "g1"}
     assert desk.half.parked == []
-    assert "request p2 is not sent to peer-0: its blocks were freed" in log.text
+    assert (
+        "p2-there of peer-0 waited for the blocks of request p2 until they were freed" in log.text
+    )
+    assert desk.pairs.counted()["late"] == 1
 
 
 def test_a_consumer_that_died_after_it_asked_takes_nothing_from_the_next_start(producer):

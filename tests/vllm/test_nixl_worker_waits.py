@@ -54,7 +54,9 @@ def test_blocks_that_were_freed_while_the_handshake_waited_are_sent_to_nobody(pr
     desk.step()
     desk.settle()
     assert desk.worker.moved == []
-    assert "p1-there of peer-0 came for the blocks of request p1 after they were freed" in log.text
+    assert (
+        "p1-there of peer-0 waited for the blocks of request p1 until they were freed" in log.text
+    )
     assert desk.pairs.counted()["late"] == 1
 
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rankbook.errors import BadRecord, BadRequest, Incompatible, Incomplete
+from rankbook.errors import BadRecord, Incompatible, Incomplete
 from rankbook.model import Handshake, Slot, State, Topology, WorkerRecord
-from rankbook_vllm.requests import MAX_TEXT, Requests, is_text
+from rankbook_vllm.requests import Requests, is_text, unreadable
 from rankbook_vllm.seal import slot_name
 
 __all__ = [
@@ -192,12 +192,12 @@ class MooncakeRequests(Requests):
     def _check(self, params: MutableMapping[str, Any]) -> None:
         transfer_id = params.get("transfer_id")
         if not names_transfer(transfer_id):
-            raise _unreadable(
+            raise unreadable(
                 "transfer_id", transfer_id, "the text that the producer was given or returned"
             )
         server = params.get("remote_bootstrap_addr")
         if server is not None and not is_text(server):
-            raise _unreadable(
+            raise unreadable(
                 "remote_bootstrap_addr", server, "the address of a bootstrap server, or nothing"
             )
         super()._check(params)
@@ -218,15 +218,3 @@ class MooncakeRequests(Requests):
         params["remote_generation"] = topology.engine.generation
         # vLLM wants it to be there; whom the book knows is never asked for at a server.
         params["remote_bootstrap_addr"] = ""
-
-
-def _unreadable(field: str, value: object, takes: str) -> BadRequest:
-    return BadRequest(
-        f"kv_transfer_params {field} is {value!r:.100}: it takes {takes}, of at most {MAX_TEXT} "
-        "characters",
-        metadata={
-            "field": field,
-            "value": f"{value!r:.100}",
-            "rule": f"text of at most {MAX_TEXT} characters",
-        },
-    )

@@ -39,6 +39,7 @@ __all__ = [
     "address_of",
     "is_text",
     "transfer_tp_size",
+    "unreadable",
 ]
 
 Params = MutableMapping[str, Any]
@@ -111,15 +112,7 @@ def _text(params: Mapping[str, Any], name: str) -> str:
     if value is None:
         return ""
     if not is_text(value):
-        raise BadRequest(
-            f"kv_transfer_params {name} is {_short(value)}: it takes the text that the producer "
-            f"returned, at most {MAX_TEXT} characters",
-            metadata={
-                "field": name,
-                "value": _short(value),
-                "rule": f"text of at most {MAX_TEXT} characters",
-            },
-        )
+        raise unreadable(name, value, "the text that the producer returned")
     return str(value)
 
 
@@ -133,6 +126,19 @@ def is_text(value: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def unreadable(name: str, value: object, takes: str) -> BadRequest:
+    """The error of a parameter that is no text, without the whole of it."""
+    return BadRequest(
+        f"kv_transfer_params {name} is {_short(value)}: it takes {takes}, at most {MAX_TEXT} "
+        "characters",
+        metadata={
+            "field": name,
+            "value": _short(value),
+            "rule": f"text of at most {MAX_TEXT} characters",
+        },
+    )
 
 
 def _short(value: object) -> str:

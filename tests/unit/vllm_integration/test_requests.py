@@ -4,7 +4,7 @@ import copy
 import logging
 
 import pytest
-from tests.unit.vllm_integration.books import Clock, HandBook, engine
+from tests.unit.vllm_integration.books import engine
 
 from rankbook.errors import (
     TABLE,
@@ -24,16 +24,6 @@ from rankbook_vllm.requests import Requests, Verdict, address_of, transfer_tp_si
 ENGINE = "prefill-a-0"
 GRID = Layout(pp_size=2, tp_size=2, num_layers=4)
 TIMEOUT_S = 30.0
-
-
-@pytest.fixture
-def book():
-    return HandBook()
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 
 import pytest
-from tests.unit.vllm_integration.books import Clock, HandBook, engine
+from tests.unit.vllm_integration.books import engine
 
 from rankbook.errors import BadRequest, DeadlineExceeded
 from rankbook.model import State
@@ -15,16 +15,6 @@ from rankbook_vllm.requests import WAITED, Requests, Verdict
 ENGINE = "prefill-a-0"
 HUGE = "x" * 5_000_000
 KEPT_S = 30.0
-
-
-@pytest.fixture
-def book():
-    return HandBook()
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture

@@ -203,9 +203,9 @@ class BookWorker:
                 half.parked.append((request_id, local_block_ids, registration_data))
                 return
             engine_id = registration_data["decode_engine_id"]
-            if request_id not in self._reqs_to_process and request_id not in self._reqs_to_send:  # type: ignore[attr-defined]
+            if _is_freed(self, request_id):
                 # A handshake was waited for meanwhile; the blocks may be another request's.
-                _say_freed(half, registration_data["request_id"], engine_id, request_id)
+                _say_waited(half, registration_data, request_id)
                 return
             if half.book.get(engine_id) is not None:
                 # It is not dialled, and NIXL takes two engines of one address for one that
@@ -240,15 +240,35 @@ class BookWorker:
             _say_freed(self.rankbook, request_id, engine_id, ours)
 
 
-def _say_freed(half: WorkerHalf, request_id: str, engine_id: object, ours: str) -> None:
-    """Says and counts that KV was asked for too late."""
+def _is_freed(worker: Any, request_id: str) -> bool:
+    """Whether vLLM keeps no blocks of a producer's request any more."""
+    return request_id not in worker._reqs_to_process and request_id not in worker._reqs_to_send
+
+
+def _say_waited(half: WorkerHalf, registration: Mapping[str, Any], ours: str) -> None:
+    """Says and counts that blocks were freed while they waited to be sent."""
+    engine_id = registration["decode_engine_id"]
+    _say_freed(half, registration["request_id"], engine_id, ours, "waited for", "until")
+
+
+def _say_freed(
+    half: WorkerHalf,
+    request_id: str,
+    engine_id: object,
+    ours: str,
+    did: str = "came for",
+    when: str = "after",
+) -> None:
+    """Says and counts that KV cannot come, since its blocks were freed."""
     logger.error(
-        "rankbook: request %s of %s came for the blocks of request %s after they were "
+        "rankbook: request %s of %s %s the blocks of request %s %s they were "
         "freed: its KV can never come, abort it there (%d so far). Raise "
         "kv_lease_duration if decode engines are slow to ask",
         request_id,
         engine_id,
+        did,
         ours,
+        when,
         half.pairs.count("late"),
     )
 
@@ -457,13 +477,8 @@ def _unpark(worker: Any) -> list[tuple[str, Any, dict[str, Any]]]:
     again = []
     for push in parked:
         request_id, _, registration = push
-        if request_id not in worker._reqs_to_send:
-            logger.error(
-                "rankbook: request %s is not sent to %s: its blocks were freed while it waited "
-                "for transfers of another start, or of one that is over",
-                request_id,
-                registration["decode_engine_id"],
-            )
+        if _is_freed(worker, request_id):
+            _say_waited(half, registration, request_id)
         elif _must_wait(half, registration):
             half.parked.append(push)
         else:
