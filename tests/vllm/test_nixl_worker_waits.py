@@ -1,6 +1,7 @@
 """NIXL's workers with the book: what became of a request's blocks while it waited."""
 
 import importlib.util
+import logging
 import time
 import warnings
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from rankbook.model import Role, State
-from rankbook_vllm.requests import WAITED
+from rankbook_vllm.config import Settings
+from rankbook_vllm.requests import WAITED, Requests, Verdict
 
 pytestmark = pytest.mark.vllm
 
@@ -25,6 +27,7 @@ with warnings.catch_warnings():
         Desk,
         Orders,
         Parts,
+        Pull,
         both,
         consumer,
         log,
@@ -105,21 +108,51 @@ def test_a_second_registration_of_what_was_sent_is_not_late(producer):
     assert desk.pairs.counted().get("late", 0) == 0
 
 
-def test_two_consumers_that_listen_at_localhost_are_two(producer):
+def test_a_parked_push_of_freed_blocks_is_told_of_though_its_start_never_comes(producer, log):
     desk = producer()
+    desk.book.put(desk.peer("g1"))
+    desk.push("p1")
+    desk.push("p2", "g2")  # of a start that the book does not show
+    assert [push[0] for push in desk.half.parked] == ["p2"]
+    desk.worker._reqs_to_send["p2"] = 0.0  # vLLM's lease is over
+    assert "p2" in desk.results()[0].finished_sending
+    desk.step()
+    assert desk.half.parked == []
+    assert (
+        "p2-there of peer-0 waited for the blocks of request p2 until they were freed" in log.text
+    )
+
+
+def test_two_producers_that_listen_at_localhost_are_two(consumer):
+    """vLLM takes the second at an address for the first one started anew."""
+    desk = consumer(Pull)
     names = ("peer-a", "peer-b")
     for name in names:
-        desk.book.put(desk.peer("g1", engine_id=name))
+        desk.book.put(desk.peer("g1", engine_id=name, listens=("localhost", 5600)))
+    asked = Requests(
+        desk.book, Settings(), logging.getLogger("rankbook"), time.monotonic, needs_block_ids=True
+    )
     for turn in range(2):
         for name in names:
             request_id = f"{name}-{turn}"
-            desk.worker._reqs_to_process.add(request_id)
-            listens = {"decode_host": "localhost", "decode_port": 5600}
-            asked = desk.registration("there", "g1") | {"decode_engine_id": name} | listens
-            desk.worker._do_start_push_kv(request_id, BLOCKS, asked)
+            params = {
+                "do_remote_prefill": True,
+                "remote_engine_id": name,
+                "remote_request_id": "there",
+                "remote_block_ids": [[1, 2]],
+            }
+            assert asked.ask(request_id, params) is Verdict.GO
+            meta = NixlConnectorMetadata()
+            meta.add_new_req_to_recv(request_id, BLOCKS, params, awaiting_kvs=True)
+            meta.rankbook = Orders({request_id: "g1"}, {})
+            desk.worker.start_load_kv(meta)
             desk.settle()
+            desk.step()
+            for handle in desk.nixl.transfers:
+                desk.nixl.transfers[handle] = "DONE"
+            desk.results()
+            desk.results()
     assert desk.pairs.counted()["shaken"] == 2
-    assert set(desk.worker._remote_agents) == set(names)
 
 
 # ------------------------------------------------------------------ blocks that do not fit

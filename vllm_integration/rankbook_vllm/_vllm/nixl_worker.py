@@ -207,11 +207,6 @@ class BookWorker:
                 # A handshake was waited for meanwhile; the blocks may be another request's.
                 _say_waited(half, registration_data, request_id)
                 return
-            if half.book.get(engine_id) is not None:
-                # It is not dialled, and NIXL takes two engines of one address for one that
-                # started anew: "localhost", where vLLM is not told otherwise.
-                own = {"decode_host": engine_id, "decode_port": 0}
-                registration_data = {**registration_data, **own}
             generation = str(registration_data.get("decode_generation") or "")
             if generation and engine_id not in self._remote_agents:  # type: ignore[attr-defined]
                 # Who waits for the same handshake would be refused with it.
