@@ -691,6 +691,20 @@ class StoreContract:
 
         harness.run(claim)
 
+    def test_a_commit_may_ask_that_leases_do_not_live(self, harness: StoreHarness) -> None:
+        async def claim(store: Store) -> None:
+            await store.touch({"alive": 60.0, "dropped": 60.0})
+            await store.drop(["dropped"])
+            before = await store.snapshot()
+            refused = Txn((Put("a", b"1"),), away=("dropped", "never", "alive"))
+            assert await store.commit([refused]) == [None]
+            assert (await store.snapshot()).entries == before.entries
+            removes = Txn((Put("a", b"1"),), (Compare("a", 0),), ("dropped", "never"))
+            assert (await store.commit([removes]))[0] is not None
+            assert await content(store) == {"a": b"1"}
+
+        harness.run(claim)
+
     # Opening, closing, failing.
 
     def test_no_call_passes_before_open_or_after_close(self, harness: StoreHarness) -> None:

@@ -54,7 +54,9 @@ class Txn:
     ops: tuple[Op, ...]
     """In order; at most `MAX_TXN_OPS`."""
     compares: tuple[Compare, ...] = ()
-    """All must hold; at most `MAX_TXN_OPS`."""
+    """All must hold; with `away`, at most `MAX_TXN_OPS`."""
+    away: tuple[str, ...] = ()
+    """Leases that must not live, as the store's liveness has it."""
 
 
 @dataclass(frozen=True, slots=True)

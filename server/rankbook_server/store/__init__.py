@@ -3,7 +3,14 @@
 `url` builds a store from its URL, `base` says what a store promises.
 """
 
-from rankbook_server.store.base import Compacted, Liveness, Snapshot, Store
+from rankbook_server.store.base import (
+    Compacted,
+    Liveness,
+    Presence,
+    SharedStore,
+    Snapshot,
+    Store,
+)
 from rankbook_server.store.memory import MemoryStore
 from rankbook_server.store.sqlite import SqliteStore
 from rankbook_server.store.url import default_path, open_store
@@ -12,6 +19,8 @@ __all__ = [
     "Compacted",
     "Liveness",
     "MemoryStore",
+    "Presence",
+    "SharedStore",
     "Snapshot",
     "SqliteStore",
     "Store",

@@ -12,9 +12,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rankbook.errors import LimitExceeded, Reason, Unavailable
-from rankbook_server.core.ops import MAX_TXN_OPS, Commit, Entry, Txn
+from rankbook_server.core.ops import MAX_TXN_OPS, Commit, Compare, Entry, Txn
 
-__all__ = ["Compacted", "Liveness", "Snapshot", "Store", "check_txns", "not_open"]
+__all__ = [
+    "Compacted",
+    "Liveness",
+    "Presence",
+    "SharedStore",
+    "Snapshot",
+    "Store",
+    "check_txns",
+    "not_open",
+]
 
 
 class Compacted(LookupError):
@@ -42,6 +51,18 @@ class Snapshot:
     """Revision of the book: the last one given out, also where it left no key."""
     entries: tuple[Entry, ...]
     """Every key, in order of the key's UTF-8 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """News of which leases live."""
+
+    live: frozenset[str]
+    """Leases that live from now on; with `anew` all that do."""
+    away: frozenset[str] = frozenset()
+    """Leases that ceased to live."""
+    anew: bool = False
+    """What was told before counts no more."""
 
 
 class Liveness(Protocol):
@@ -115,8 +136,9 @@ class Store(Liveness, Protocol):
         """Commits a batch as one durable write.
 
         Each transaction is atomic, sees those before it, and takes a revision
-        of its own, also where it has no operation; one whose compare fails
-        writes nothing and takes none, and the others go on. Where a key occurs
+        of its own, also where it has no operation; one whose compare fails, or
+        whose `away` leases live, writes nothing and takes none, and the others
+        go on. Where a key occurs
         twice in a transaction its last operation counts.
 
         Returns:
@@ -124,8 +146,8 @@ class Store(Liveness, Protocol):
             returned is kept.
 
         Raises:
-            LimitExceeded: A transaction is over `MAX_TXN_OPS`; nothing was
-                written.
+            LimitExceeded: A transaction is over `MAX_TXN_OPS`, or larger than
+                the store takes; nothing was written.
             Unavailable: The store is away or not open. Nothing of the batch is
                 kept where the store is of one process; a distributed one may
                 have kept all of it. Take a snapshot to know.
@@ -148,6 +170,38 @@ class Store(Liveness, Protocol):
         """Lets go of everything; a second call has no effect."""
 
 
+class SharedStore(Store, Protocol):
+    """A store that several servers write to at once.
+
+    What one of them commits reaches the others by `watch`, and what it touches
+    or drops by `presence`. Both end with `Unavailable` when the connection
+    breaks; whoever follows calls them again, `watch` from the last revision
+    that was seen.
+    """
+
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes of keys and values that one transaction may have."""
+
+    async def holds(self, compares: Sequence[Compare]) -> bool:
+        """Whether all hold, once everything that was committed before is seen.
+
+        Writes nothing and takes no revision.
+
+        Raises:
+            Unavailable: The store is away or not open.
+        """
+
+    def presence(self) -> AsyncIterator[Presence]:
+        """Yields which leases live, then every change of it, without end.
+
+        The first is `anew`. Ends quietly when the store is closed.
+
+        Raises:
+            Unavailable: The store is away or not open, or the connection broke.
+        """
+
+
 def check_txns(txns: Sequence[Txn]) -> None:
     """Holds a batch to the bounds of a transaction.
 
@@ -156,10 +210,11 @@ def check_txns(txns: Sequence[Txn]) -> None:
             `MAX_TXN_OPS`.
     """
     for txn in txns:
-        if len(txn.ops) > MAX_TXN_OPS or len(txn.compares) > MAX_TXN_OPS:
+        conditions = len(txn.compares) + len(txn.away)
+        if len(txn.ops) > MAX_TXN_OPS or conditions > MAX_TXN_OPS:
             what, count = "operations", len(txn.ops)
             if count <= MAX_TXN_OPS:
-                what, count = "compares", len(txn.compares)
+                what, count = "compares", conditions
             raise LimitExceeded(
                 f"a transaction has {count} {what} and may have {MAX_TXN_OPS}: split it",
                 metadata={

@@ -48,6 +48,11 @@ class LivenessTable:
         self._sweep(now)
         return {lease_id: end - now for lease_id, end in self._ends.items()}
 
+    def any_live(self, lease_ids: Iterable[str]) -> bool:
+        """Whether one of these lives."""
+        now = self._clock()
+        return any(self._ends.get(lease_id, now) > now for lease_id in lease_ids)
+
     def clear(self) -> None:
         """Forgets every lease."""
         self._ends.clear()

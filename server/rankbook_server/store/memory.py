@@ -75,7 +75,9 @@ class MemoryStore:
         check_txns(txns)
         results: list[int | None] = []
         for txn in txns:
-            if not all(self._mod_revision(c.key) == c.revision for c in txn.compares):
+            if not all(
+                self._mod_revision(c.key) == c.revision for c in txn.compares
+            ) or self._leases.any_live(txn.away):
                 results.append(None)
                 continue
             self._revision += 1

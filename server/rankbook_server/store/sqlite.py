@@ -269,7 +269,7 @@ class SqliteStore:
     def _write(self, opened: _Open, txns: Sequence[Txn]) -> Written:
         try:
             self._look(opened)
-            written = write(opened.connection, opened.revision, txns)
+            written = write(opened.connection, opened.revision, txns, self._leases.any_live)
         except (sqlite3.Error, OSError) as error:
             opened.suspect = True
             raise explain(error, self._path) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rankbook_server.core.ops import Commit, Compare, Entry, Put, Txn
@@ -42,7 +42,12 @@ class Written:
     """Pages it added to the log; an estimate, rather too many."""
 
 
-def write(connection: sqlite3.Connection, revision: int, txns: Sequence[Txn]) -> Written:
+def write(
+    connection: sqlite3.Connection,
+    revision: int,
+    txns: Sequence[Txn],
+    any_live: Callable[[Sequence[str]], bool],
+) -> Written:
     """Writes a batch in one transaction of SQLite; all of it or nothing."""
     results: list[int | None] = []
     commits: list[Commit] = []
@@ -52,7 +57,9 @@ def write(connection: sqlite3.Connection, revision: int, txns: Sequence[Txn]) ->
     execute("BEGIN IMMEDIATE")
     try:
         for txn in txns:
-            if txn.compares and not all(_holds(cursor, compare) for compare in txn.compares):
+            if (txn.compares and not all(_holds(cursor, compare) for compare in txn.compares)) or (
+                txn.away and any_live(txn.away)
+            ):
                 results.append(None)
                 continue
             revision += 1
