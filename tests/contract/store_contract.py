@@ -398,6 +398,31 @@ class StoreContract:
 
         harness.run(claim)
 
+    def test_a_commit_on_a_base_is_refused_once_the_book_has_moved(
+        self, harness: StoreHarness
+    ) -> None:
+        async def claim(store: Store) -> None:
+            await commit_one(store, put("a"))
+            base = (await store.snapshot()).revision
+            first, second, free = await store.commit(
+                [
+                    Txn((Put("a", b"1"),), base=base),
+                    Txn((Put("a", b"2"),), base=base),
+                    put("free"),
+                ]
+            )
+            assert first is not None
+            assert second is None
+            assert free is not None
+            assert await store.commit([Txn((Put("a", b"3"),), base=first)]) == [None]
+            # Also a commit that wrote nothing has moved it.
+            empty = await commit_one(store, Txn(()))
+            assert await store.commit([Txn((Put("a", b"4"),), base=free)]) == [None]
+            assert await commit_one(store, Txn((Put("a", b"5"),), base=empty)) > empty
+            assert await content(store) == {"a": b"5", "free": b"v"}
+
+        harness.run(claim)
+
     # Bounds.
 
     def test_a_transaction_of_128_operations_is_taken_whole(self, harness: StoreHarness) -> None:

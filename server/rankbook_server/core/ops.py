@@ -57,6 +57,8 @@ class Txn:
     """All must hold; with `away`, at most `MAX_TXN_OPS`."""
     away: tuple[str, ...] = ()
     """Leases that must not live, as the store's liveness has it."""
+    base: int | None = None
+    """Nothing may have been committed above this revision; None allows it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rankbook.errors import LimitExceeded, Reason, Unavailable
-from rankbook_server.core.ops import MAX_TXN_OPS, Commit, Compare, Entry, Txn
+from rankbook_server.core.ops import MAX_TXN_OPS, Commit, Entry, Txn
 
 __all__ = [
     "Compacted",
@@ -136,9 +136,9 @@ class Store(Liveness, Protocol):
         """Commits a batch as one durable write.
 
         Each transaction is atomic, sees those before it, and takes a revision
-        of its own, also where it has no operation; one whose compare fails, or
-        whose `away` leases live, writes nothing and takes none, and the others
-        go on. Where a key occurs
+        of its own, also where it has no operation; one whose compare fails,
+        whose `away` leases live, or whose `base` is no longer the book's last
+        revision, writes nothing and takes none, and the others go on. Where a key occurs
         twice in a transaction its last operation counts.
 
         Returns:
@@ -183,10 +183,10 @@ class SharedStore(Store, Protocol):
     def most_bytes(self) -> int:
         """Most bytes of keys and values that one transaction may have."""
 
-    async def holds(self, compares: Sequence[Compare]) -> bool:
-        """Whether all hold, once everything that was committed before is seen.
+    async def last_revision(self) -> int:
+        """Returns the revision of the last commit, of whichever server.
 
-        Writes nothing and takes no revision.
+        Everything that was acknowledged before the call counts.
 
         Raises:
             Unavailable: The store is away or not open.

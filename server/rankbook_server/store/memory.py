@@ -75,9 +75,7 @@ class MemoryStore:
         check_txns(txns)
         results: list[int | None] = []
         for txn in txns:
-            if not all(
-                self._mod_revision(c.key) == c.revision for c in txn.compares
-            ) or self._leases.any_live(txn.away):
+            if not self._holds(txn):
                 results.append(None)
                 continue
             self._revision += 1
@@ -114,6 +112,13 @@ class MemoryStore:
         if self._history is not None:
             self._history.end()
             self._history = None
+
+    def _holds(self, txn: Txn) -> bool:
+        return (
+            (txn.base is None or self._revision <= txn.base)
+            and all(self._mod_revision(c.key) == c.revision for c in txn.compares)
+            and not self._leases.any_live(txn.away)
+        )
 
     def _mod_revision(self, key: str) -> int:
         entry = self._entries.get(key)

@@ -57,8 +57,11 @@ def write(
     execute("BEGIN IMMEDIATE")
     try:
         for txn in txns:
-            if (txn.compares and not all(_holds(cursor, compare) for compare in txn.compares)) or (
-                txn.away and any_live(txn.away)
+            moved = txn.base is not None and revision > txn.base
+            if (
+                moved
+                or not all(_holds(cursor, compare) for compare in txn.compares)
+                or (txn.away and any_live(txn.away))
             ):
                 results.append(None)
                 continue
