@@ -9,10 +9,10 @@ MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 PROTOS := $(wildcard proto/rankbook/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm fmt lint types test test-vllm vllm-seams demo demo-vllm proto proto-check build clean
+.PHONY: help setup setup-vllm setup-etcd34 fmt lint types test test-vllm vllm-seams demo demo-vllm proto proto-check build clean
 
 help: ## What there is
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.ready ## The development environment, .venv
 $(VENV)/.ready: pyproject.toml
@@ -36,6 +36,12 @@ $(VLLM_VENV)/.ready: pyproject.toml
 		&& ln -sf ../nixl_cu12.libs/libibverbs-* libibverbs.so.1
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python -m pip install --quiet --editable '.[server]' pytest pytest-timeout
+	touch $@
+
+setup-etcd34: .etcd-3.4/.ready ## etcd 3.4 of Debian beside 3.5, for the tests of every version; needs apt, not root
+.etcd-3.4/.ready:
+	mkdir -p .etcd-3.4
+	cd .etcd-3.4 && apt-get download etcd-server && dpkg -x etcd-server_*.deb . && rm etcd-server_*.deb
 	touch $@
 
 fmt: setup ## Format the code
@@ -79,4 +85,4 @@ build: setup ## Wheel and source archive in dist/
 	$(BIN)/python -m build
 
 clean: ## Remove what was built and installed here
-	rm -rf $(VENV) .venv-vllm* dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .etcd-3.4 dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
