@@ -6,7 +6,6 @@ VLLM := 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_BIN := $(VLLM_VENV)/bin
 MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
-PROTOS := $(wildcard proto/rankbook/v1/*.proto)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm setup-etcd34 fmt lint types test test-vllm vllm-seams demo demo-vllm proto proto-check build clean
@@ -74,8 +73,8 @@ demo: setup ## Two prefill engines and a decode engine, simulated, in 30 s
 demo-vllm: setup-vllm ## A real vLLM engine signs in, is looked at, and loses a worker
 	$(VLLM_BIN)/python tests/vllm/demo.py
 
-proto: setup ## Generate client/rankbook/v1 from proto/
-	@tests/packaging/generate.sh client
+proto: setup ## Generate client/rankbook/v1 and server/rankbook_server/etcd from proto/
+	@tests/packaging/generate.sh client server
 
 proto-check: setup ## Fail if the generated code is not what proto/ gives
 	$(BIN)/python -m pytest -q tests/packaging/test_generated.py

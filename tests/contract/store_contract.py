@@ -425,31 +425,32 @@ class StoreContract:
 
     # Bounds.
 
-    def test_a_transaction_of_128_operations_is_taken_whole(self, harness: StoreHarness) -> None:
+    def test_a_transaction_of_126_operations_is_taken_whole(self, harness: StoreHarness) -> None:
         async def claim(store: Store) -> None:
-            ops = tuple(Put(f"k{number:03}", b"v") for number in range(128))
+            base = (await store.snapshot()).revision
+            ops = tuple(Put(f"k{number:03}", b"v") for number in range(126))
             compares = tuple(Compare(op.key, 0) for op in ops)
-            revision = await commit_one(store, Txn(ops, compares))
+            revision = await commit_one(store, Txn(ops, compares, base=base))
             entries = (await store.snapshot()).entries
-            assert len(entries) == 128
+            assert len(entries) == 126
             assert {entry.revision for entry in entries} == {revision}
 
         harness.run(claim)
 
     @pytest.mark.parametrize("what", ["operations", "compares"])
-    def test_more_than_128_are_refused_with_the_whole_batch(
+    def test_more_than_126_are_refused_with_the_whole_batch(
         self, harness: StoreHarness, what: str
     ) -> None:
         async def claim(store: Store) -> None:
             before = await store.snapshot()
-            keys = [f"k{number}" for number in range(129)]
+            keys = [f"k{number}" for number in range(127)]
             if what == "operations":
                 large = Txn(tuple(Put(key, b"v") for key in keys))
             else:
                 large = Txn((Put("a", b"v"),), tuple(Compare(key, 0) for key in keys))
-            with pytest.raises(LimitExceeded, match=f"129 {what}") as caught:
+            with pytest.raises(LimitExceeded, match=f"127 {what}") as caught:
                 await store.commit([put("before"), large, put("after")])
-            assert caught.value.metadata["bound"] == "128"
+            assert caught.value.metadata["bound"] == "126"
             assert await store.snapshot() == before
 
         harness.run(claim)

@@ -426,3 +426,56 @@ class StoredUse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch"]) -> None: ...
 
 global___StoredUse = StoredUse
+
+@typing.final
+class StoredBook(google.protobuf.message.Message):
+    """The head of a book on a store that servers share. Every commit writes it
+    anew, with the same content.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    BOOK_ID_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Version of the layout: 1."""
+    book_id: builtins.str
+    """The book's id."""
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the book was created."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        book_id: builtins.str = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["book_id", b"book_id", "create_time", b"create_time", "version", b"version"]) -> None: ...
+
+global___StoredBook = StoredBook
+
+@typing.final
+class StoredLiveness(google.protobuf.message.Message):
+    """That a lease lives, in a store that servers share."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    TTL_MILLIS_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Version of this encoding: 1."""
+    ttl_millis: builtins.int
+    """How long it lives without being touched, in milliseconds."""
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        ttl_millis: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ttl_millis", b"ttl_millis", "version", b"version"]) -> None: ...
+
+global___StoredLiveness = StoredLiveness

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 __all__ = ["MAX_TXN_OPS", "Commit", "Compare", "Delete", "Entry", "Op", "Put", "Txn"]
 
-MAX_TXN_OPS = 128
-"""Most operations, and most compares, of one transaction: etcd's own default bound."""
+MAX_TXN_OPS = 126
+"""Most operations, and most compares, of one transaction.
+
+etcd's default bound is 128 of each. The store on etcd adds two compares (which
+book this is, and `Txn.base`) and one operation (the book's head).
+"""
 
 
 @dataclass(frozen=True, slots=True)
