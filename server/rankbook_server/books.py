@@ -69,6 +69,11 @@ class Books:
         self._emptied.pop(book.namespace, None)
         self._books[book.namespace] = book
 
+    def keep(self, book: Book) -> None:
+        """Keeps a book that another server has written to, whatever the bound."""
+        self._emptied.pop(book.namespace, None)
+        self._books[book.namespace] = book
+
     def retire(self) -> None:
         """Lets go of books with nothing in them; none may hold what is not committed."""
         for namespace, book in list(self._books.items()):

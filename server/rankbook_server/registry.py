@@ -1,14 +1,16 @@
-"""The one writer: every change of a book goes through here, one after another.
+"""The one writer: every change of a book goes through here.
 
-Theory of operation. Commands queue up; once a loop turn the writer takes all
-that are there, lets the core decide each on the state that the ones before it
-leave, folds what was decided into the books at once, and commits everything
-as one group. Only after the commit are changes published and replies given,
-errors included: what a command saw may still have been undone. A commit that
-fails is undone by reading the books anew from the store.
+Theory of operation. Commands queue up; once a loop turn the writer takes those
+that are there, as far as they are not in each other's way (`wave`), lets the
+core decide each on the state of the books, and commits what was decided. Only
+then is it folded into the books, changes are published and replies given. So
+the books never hold anything that is not kept, and readers never wait.
 
-Between fold and commit a book holds what is not yet kept. Readers therefore
-call `settle` first, which waits for that short while.
+Several servers. Over a shared store a wave is one transaction, which is refused
+if anything was committed since the state that it was decided on: then the
+writer waits until that has arrived, and decides the same commands again. What
+it refuses a client, or answers without writing, it says only once the store has
+confirmed that the state was the newest. `Follower` brings what the others do.
 
 Time. A timer ticks four times a second. A tick that comes much too late means
 that this process did not run, so every lease gets a full time to live before
@@ -27,20 +29,30 @@ from typing import Protocol, TypeVar
 
 import structlog
 
-from rankbook.errors import Overloaded, Reason, Unavailable
+from rankbook.errors import Overloaded, RankbookError, Reason, Unavailable
 from rankbook_server.books import Books
 from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
 from rankbook_server.core.decision import Instant
 from rankbook_server.core.fold import BookLimits
-from rankbook_server.group import Command, Decide, Group, Step
+from rankbook_server.core.ops import MAX_TXN_OPS, Commit, Op, Txn
+from rankbook_server.follower import Follower
+from rankbook_server.lease_keys import LeaseKeys
 from rankbook_server.liveness import LivenessNews
-from rankbook_server.store.base import Store
+from rankbook_server.store.base import SharedStore, Store, is_shared
+from rankbook_server.wave import Command, Decide, Outcome, Step, Wave
 
 __all__ = ["Listener", "Registry", "RegistryLimits"]
 
 R = TypeVar("R")
 _RETRY_S = (0.25, 0.5, 1.0, 2.0)
+_WAVE_OPS = 65_536
+_WAVE_BYTES = 16 * 1024 * 1024
+# Of a wave over an embedded store, which takes transactions one by one.
+_REACH_S = 2.0
+# What another server has committed is here within milliseconds.
+_PATIENCE_S = 10.0
+# So long a command is decided anew because other servers were faster.
 
 
 class Listener(Protocol):
@@ -93,23 +105,35 @@ class Registry:
         self._log = structlog.get_logger("rankbook.registry")
         self._audit = structlog.get_logger("rankbook.audit")
         self._books = Books(clock, limits.book, limits.max_namespaces)
+        self._news = LivenessNews(clock)
+        self._shared: SharedStore | None = store if is_shared(store) else None
+        self._keys = LeaseKeys(self._books, self._news)
+        self._follower: Follower | None = None
+        if self._shared is not None:
+            self._follower = Follower(self._shared, clock, self, self._keys)
         self._queue: deque[Command] = deque()
         self._wake: asyncio.Future[None] | None = None
-        self._in_flight: asyncio.Future[None] | None = None
-        self._unsettled: set[str] = set()
+        self._busy: asyncio.Future[None] | None = None
+        self._own: set[int] = set()
+        self._read_revision = 0
+        self._refusals = 0
+        self._recovery: asyncio.Task[None] | None = None
+        self._reaching: set[tuple[int, asyncio.Future[None]]] = set()
         self._listeners: list[Listener] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._last_tick_s = 0.0
         self._next_sweep_s = 0.0
+        self._retry_s = 0.0
         self._retries = 0
         self._recovering = False
         self._trouble = ""
-        self._news = LivenessNews()
         self._closing = False
         self.revision = 0
-        """Revision of the last commit."""
+        """Revision of the last commit that is in the books."""
         self.loaded_revision = 0
         """Revision at which this process read the book."""
+        self.is_loaded = False
+        """Whether the book was read since the start."""
         self.boot_id = clock.new_id()
         """Names this life of the server."""
         self.started_s = clock.unix()
@@ -118,6 +142,8 @@ class Registry:
         """Whether writes can be taken now."""
         self.on_available: Callable[[bool], None] = lambda _: None
         """Called when `available` changes."""
+        self.on_replaced: Callable[[], None] = lambda: None
+        """Called when another book took the place of the one that was read."""
 
     # ------------------------------------------------------------- life cycle
 
@@ -127,28 +153,42 @@ class Registry:
         Raises:
             Unavailable: The store cannot be opened; the message says what to do.
         """
-        await self._store.open()
-        await self._load()
+        try:
+            await self._store.open()
+            await self.load()
+        except Unavailable as error:
+            self._trouble = error.message
+            raise
         self.loaded_revision = self.revision
         self._set_available(True)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other servers may write to the book too."""
+        return self._shared is not None
+
     def start(self) -> None:
-        """Starts the writer and the timer; `open` came before."""
+        """Starts the writer and the timer; `open` came before, or is tried again
+        and again from now on where the store is shared."""
         self._last_tick_s = self._clock.mono()
         self._next_sweep_s = self._last_tick_s + self._limits.sweep_s
         self._tasks = [
             asyncio.create_task(self._write_loop(), name="registry-writer"),
             asyncio.create_task(self._tick_loop(), name="registry-timer"),
+            asyncio.create_task(self._news.tell_loop(self._store), name="registry-liveness"),
         ]
+        if self._follower is not None:
+            self._tasks += self._follower.start()
 
     async def close(self) -> None:
-        """Lets the running batch finish, fails what is still queued, closes the store."""
+        """Lets the running wave finish, fails what is still queued, closes the store."""
         self._closing = True
-        if self._in_flight is not None:
-            await asyncio.wait([self._in_flight], timeout=5.0)
-        for task in self._tasks:
+        if self._busy is not None:
+            await asyncio.wait([self._busy], timeout=5.0)
+        tasks = [*self._tasks, *([self._recovery] if self._recovery is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for command in self._queue:
             command.fail(self._shutting_down())
         self._queue.clear()
@@ -188,23 +228,58 @@ class Registry:
         """Leases of all namespaces."""
         return sum(book.leases_alive for book in self._books.all())
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether `settle` would wait or fail now."""
-        return self._in_flight is not None or bool(self._unsettled)
-
-    async def settle(self, namespace: str) -> None:
-        """Returns once the namespace's book holds nothing that is not committed.
-
-        What the caller reads before it next awaits is committed.
+    def check_readable(self) -> None:
+        """Refuses a read before the book was read.
 
         Raises:
-            Unavailable: A commit failed and the store cannot be read to undo it.
+            Unavailable: The store has not answered since the start.
         """
-        while self._in_flight is not None:
-            await asyncio.shield(self._in_flight)
-        if namespace in self._unsettled:
+        if not self.is_loaded:
             raise self._store_away()
+
+    @property
+    def stale_s(self) -> float:
+        """For how long this server has been cut off from a shared store, in
+        seconds: what others wrote since is not in the books. Zero is up to date."""
+        if self.available or self._follower is None:
+            return 0.0
+        return self._follower.cut_for_s
+
+    async def reach(self, revision: int, timeout_s: float = _REACH_S) -> bool:
+        """Waits until the books have a revision; False when time is up."""
+        if self.revision >= revision:
+            return True
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (revision, future)
+        self._reaching.add(entry)
+        try:
+            await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            self._reaching.discard(entry)
+        return True
+
+    async def catch_up(self) -> None:
+        """Returns once everything is in the books that any server had
+        acknowledged before the call.
+
+        Raises:
+            Unavailable: The store is away, or what it has does not arrive.
+        """
+        if self._shared is None:
+            return
+        self.check_readable()
+        if not self.available:
+            raise self._store_away()
+        last = await self._shared.last_revision()
+        if not await self.reach(last):
+            raise Unavailable(
+                f"the store is at revision {last} and this server at {self.revision}: it does not "
+                "get what other servers wrote, try again or at another server",
+                reason=Reason.STORE_UNAVAILABLE,
+                metadata={"book_revision": self.revision, "store_revision": last},
+            )
 
     # ---------------------------------------------------------------- writing
 
@@ -214,6 +289,7 @@ class Registry:
         namespace: str,
         decide: Decide[R],
         notify: Callable[[], None] | None = None,
+        subject: str = "",
     ) -> asyncio.Future[R]:
         """Queues a command; its future gets the reply, or a RankbookError.
 
@@ -225,9 +301,19 @@ class Registry:
             decide: Asks the book.
             notify: Called, at once, when the future got its reply or error;
                 spares a turn of the loop against a callback of the future.
+            subject: The engine or lease it is about: commands on one are
+                decided in the order in which they came.
         """
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        command = Command(name, namespace, future, decide=decide, notify=notify)
+        command = Command(
+            name,
+            namespace,
+            future,
+            decide=decide,
+            notify=notify,
+            subject=subject,
+            since_s=self._clock.mono(),
+        )
         if self._closing:
             command.fail(self._shutting_down())
         elif not self.available:
@@ -246,7 +332,14 @@ class Registry:
         return future
 
     def note_renewed(self, leases: Mapping[str, float]) -> None:
-        """Tells the store, with the next tick, how long these leases live now."""
+        """Tells the store, in a moment, how long these leases live now.
+
+        Raises:
+            Unavailable: The store is shared and has not taken what it was told a
+                while ago: another server must hear of these leases instead.
+        """
+        if self._shared is not None and (not self.available or self._news.is_behind):
+            raise self._store_away()
         self._news.renewed(leases)
 
     def now(self) -> Instant:
@@ -258,7 +351,7 @@ class Registry:
                 "this process did not run for a while; every lease gets a full time to live",
                 late_s=round(late_s, 3),
             )
-            self._books.grant_grace(now)
+            self._keys.doubt(now)
             self._last_tick_s = now.mono_s
         return now
 
@@ -275,72 +368,213 @@ class Registry:
             if not self._queue:
                 self._wake = loop.create_future()
                 await self._wake
-            await self._run_group()
+            await self._run_wave()
 
-    async def _run_group(self) -> None:
+    async def _run_wave(self) -> None:
         if not self.available:
             while self._queue:
                 self._queue.popleft().fail(self._store_away())
             return
-        group = Group(self._books, self.now(), self.revision, self._contain, self._news.folded)
-        group.take(self._queue)
-        if group.txns and not await self._commit(group):
-            return
-        for namespace, note in group.notes:
-            self._audit.info(note.event, namespace=namespace, **note.fields)
-        for namespace in group.namespaces:
-            touched = self._books.get(namespace).take_touched()
-            self._publish(namespace, touched, group.first_revision)
-        group.resolve()
-
-    async def _commit(self, group: Group) -> bool:
-        expected = list(range(group.first_revision, group.revision + 1))
-        self._in_flight = asyncio.get_running_loop().create_future()
-        self._unsettled |= group.namespaces
+        shared = self._shared
+        wave = Wave(
+            self._books,
+            self.now(),
+            self._contain,
+            revision=self.revision,
+            most_ops=_WAVE_OPS if shared is None else MAX_TXN_OPS,
+            most_bytes=_WAVE_BYTES if shared is None else shared.most_bytes,
+        )
+        wave.take(self._queue)
+        self._busy = asyncio.get_running_loop().create_future()
         try:
-            revisions = await self._store.commit(group.txns)
-            if revisions == expected:
-                self.revision = group.revision
-                self._unsettled -= group.namespaces
-                return True
-            failure = Unavailable(
-                "another server writes into this book: the book is read anew, try again",
-                reason=Reason.STORE_UNAVAILABLE,
-                metadata={"store": self._store.description},
-            )
-        except Unavailable as error:
-            failure = error
+            if shared is None:
+                await self._keep(wave)
+            else:
+                await self._keep_shared(wave, shared)
         finally:
-            in_flight, self._in_flight = self._in_flight, None
-            in_flight.set_result(None)
-        self._trouble = failure.message
-        self._log.error("a commit failed", error=failure.message)
-        self._set_available(False)
-        self._recovering = True
-        group.fail(failure)
-        await self._recover()
-        return False
+            self._busy.set_result(None)
+            self._busy = None
+
+    async def _keep(self, wave: Wave) -> None:
+        """Commits a wave where nobody else writes."""
+        writes = wave.writes
+        if writes:
+            expected = list(range(self.revision + 1, self.revision + 1 + len(writes)))
+            try:
+                revisions = await self._store.commit([_txn_of(outcome) for outcome in writes])
+                if revisions != expected:
+                    raise Unavailable(
+                        "another server writes into this book: the book is read anew, try again",
+                        reason=Reason.STORE_UNAVAILABLE,
+                        metadata={"store": self._store.description},
+                    )
+            except Unavailable as error:
+                self._trouble = error.message
+                self._log.error("a commit failed", error=error.message)
+                self._set_available(False)
+                for outcome in wave.outcomes:
+                    outcome.command.fail(error)
+                await self._recover()
+                return
+            self._fold(writes, expected)
+        self._settle(wave)
+
+    async def _keep_shared(self, wave: Wave, store: SharedStore) -> None:
+        """Commits a wave, if nobody has written since what it was decided on."""
+        base, writes = self.revision, wave.writes
+        try:
+            if writes:
+                (revision,) = await store.commit([_merged(writes, base)])
+                self._refusals = 0
+            elif all(outcome.command.step is not None for outcome in wave.outcomes):
+                revision = base
+            else:
+                revision = base if await store.last_revision() <= base else None
+            if revision is None:
+                await self._step_back(wave, store, base)
+                return
+        except Unavailable as error:
+            # It may have been kept or not: decided anew, a repeat finds its first reply.
+            self._log.warning("the store did not take a write", error=error.message)
+            wave.give_back(self._queue)
+            self._refusals += 1
+            if self._refusals > 1:
+                self.lost(error.message)
+            return
+        except RankbookError as error:
+            for outcome in wave.outcomes:
+                outcome.command.fail(error)
+            return
+        if writes:
+            if revision > self.revision:
+                self._own.add(revision)
+                self._fold(writes, [revision] * len(writes))
+            else:
+                # The follower was faster.
+                for outcome in writes:
+                    outcome.revision = revision
+                self._tell_own(writes)
+        self._settle(wave)
+
+    async def _step_back(self, wave: Wave, store: SharedStore, base: int) -> None:
+        """Waits until what got in the way of a wave is in the books."""
+        now_s = self._clock.mono()
+        for outcome in wave.outcomes:
+            if outcome.command.since_s + _PATIENCE_S < now_s and outcome.command.step is None:
+                outcome.command.fail(self._overtaken())
+        wave.give_back(self._queue)
+        last = await store.last_revision()
+        if last > base:
+            await self.reach(last)
+            return
+        # Then it was a lease that was taken for dead and lives.
+        self._keys.alive(await store.live(), self.now())
+
+    def _settle(self, wave: Wave) -> None:
+        for outcome in wave.outcomes:
+            if outcome.decision is not None:
+                for note in outcome.decision.notes:
+                    self._audit.info(note.event, namespace=outcome.command.namespace, **note.fields)
+            outcome.settle()
+            if outcome.command.step is not None and outcome.decision is not None:
+                # The rest takes its turn behind the calls that wait.
+                self._enqueue(outcome.command)
+
+    # ------------------------------------------------------------------- fold
+
+    def _fold(self, writes: list[Outcome], revisions: list[int]) -> None:
+        """Takes what was committed into the books and publishes it."""
+        touched: dict[str, Book] = {}
+        for outcome, revision in zip(writes, revisions, strict=True):
+            # Not the outcome's own: the books may have been read anew meanwhile.
+            book = self._books.get(outcome.command.namespace)
+            self._books.keep(book)
+            book.clock_s = self._clock.mono()
+            touched[book.namespace] = book
+            outcome.revision = revision
+            for op in _txn_of(outcome).ops:
+                book.apply(op, revision)
+        since = revisions[0]
+        self._moved(revisions[-1])
+        self._tell_own(writes)
+        for namespace, book in touched.items():
+            self._publish(namespace, book.take_touched(), since)
+
+    def _tell_own(self, writes: list[Outcome]) -> None:
+        for outcome in writes:
+            book = self._books.get(outcome.command.namespace)
+            for op in _txn_of(outcome).ops:
+                self._news.folded(book, op)
+
+    def fold_commit(self, commit: Commit) -> bool:
+        """Takes in what the store says was committed, by whichever server.
+
+        Returns:
+            False where it comes too late: somebody writes without asking for
+            the book's last revision, and the book must be read anew.
+        """
+        if commit.revision <= self.revision:
+            if commit.revision in self._own:
+                self._own = {r for r in self._own if r > commit.revision}
+                return True
+            return commit.revision <= self._read_revision
+        by_namespace: dict[str, list[Op]] = {}
+        for op in commit.ops:
+            by_namespace.setdefault(op.key.partition("/")[0], []).append(op)
+        touched: list[tuple[str, set[str]]] = []
+        for namespace, ops in by_namespace.items():
+            book = self._books.get(namespace)
+            self._books.keep(book)
+            book.clock_s = self._clock.mono()
+            for op in ops:
+                book.apply(op, commit.revision)
+                self._keys.folded(book, op)
+            touched.append((namespace, book.take_touched()))
+        self._moved(commit.revision)
+        for namespace, engine_ids in touched:
+            self._publish(namespace, engine_ids, commit.revision)
+        return True
+
+    def _moved(self, revision: int) -> None:
+        self.revision = revision
+        for wanted, future in self._reaching:
+            if wanted <= revision and not future.done():
+                future.set_result(None)
 
     def _publish(self, namespace: str, engine_ids: Iterable[str], since: int) -> None:
         for listener in self._listeners:
             listener.changed(namespace, engine_ids, since)
 
-    # ------------------------------------------------------------ load, undo
+    # ---------------------------------------------------------- load, recover
 
-    async def _load(self) -> None:
+    async def load(self) -> None:
+        """Reads the book anew in place of what is held.
+
+        Raises:
+            Unavailable: The store is away.
+        """
         snapshot = await self._store.snapshot()
+        if snapshot.revision < self.revision and self.is_loaded and self.is_shared:
+            # What was committed here meanwhile is newer.
+            return
         since = self.revision + 1
         engines = self._books.load(snapshot)
-        self.revision = max(self.revision, snapshot.revision)
-        self._unsettled.clear()
+        self._keys.doubt(self._clock.now())
+        self.is_loaded = True
+        self._read_revision = snapshot.revision
+        self.loaded_revision = self.loaded_revision or snapshot.revision
+        self._moved(max(self.revision, snapshot.revision))
         for namespace, engine_ids in engines.items():
             self._publish(namespace, engine_ids, since)
 
     async def _recover(self) -> None:
-        """Reads the book anew after a failed commit; the timer tries again."""
+        """Has the store back, and what it holds; the timer tries again."""
         self._recovering = True
         try:
-            await self._load()
+            if self._shared is None:
+                await self.load()
+            else:
+                await self._come_back(self._shared)
         except Unavailable as error:
             self._trouble = error.message
             self._log.warning("the store is away", error=error.message)
@@ -351,6 +585,33 @@ class Registry:
         self._set_available(True)
         self._log.info("the store is back", revision=self.revision)
 
+    async def _come_back(self, store: SharedStore) -> None:
+        book_id = store.book_id
+        await store.open()
+        if self.is_loaded and store.book_id != book_id:
+            self._log.error("another book is in this one's place", book_id=store.book_id)
+            self.revision = self.loaded_revision = 0
+            self.is_loaded = False
+            self._own.clear()
+        if not self.is_loaded:
+            was_other = bool(book_id) and store.book_id != book_id
+            await self.load()
+            if was_other:
+                self.on_replaced()
+        assert self._follower is not None
+        await self._follower.catch_up()
+        if self._refusals:
+            # A store that is full still answers reads.
+            await store.commit([Txn(())])
+            self._refusals = 0
+
+    def lost(self, trouble: str) -> None:
+        """Takes no writes until the store is back."""
+        if self.available:
+            self._log.error("the store is away", error=trouble)
+        self._trouble = trouble
+        self._set_available(False)
+
     def _set_available(self, available: bool) -> None:
         if available != self.available:
             self.available = available
@@ -359,26 +620,28 @@ class Registry:
     # --------------------------------------------------------------- the timer
 
     async def _tick_loop(self) -> None:
-        retry_s = 0.0
         while True:
             await asyncio.sleep(self._limits.tick_s)
             now = self.now()
             self._last_tick_s = now.mono_s
+            if self._follower is not None and self._follower.is_cut_long and self.available:
+                self.lost(self._follower.trouble)
             if not self.available:
-                if now.mono_s >= retry_s and not self._recovering:
-                    retry_s = now.mono_s + _RETRY_S[min(self._retries, len(_RETRY_S) - 1)]
+                if now.mono_s >= self._retry_s and not self._recovering:
+                    self._retry_s = now.mono_s + _RETRY_S[min(self._retries, len(_RETRY_S) - 1)]
                     self._retries += 1
-                    await self._recover()
+                    self._recovering = True
+                    # The timer goes on: one that waits would look like a stall.
+                    self._recovery = asyncio.create_task(self._recover(), name="registry-recovery")
                 continue
             self._housekeep(now)
-            await self._news.tell(self._store)
 
     def _housekeep(self, now: Instant) -> None:
         queued = {(c.namespace, c.name) for c in self._queue if c.step is not None}
         sweeps = now.mono_s >= self._next_sweep_s
         if sweeps:
             self._next_sweep_s = now.mono_s + self._limits.sweep_s
-            if self._in_flight is None and not self._unsettled:
+            if self._busy is None:
                 self._books.retire()
         for book in self._books.all():
             deadline = book.next_deadline()
@@ -404,9 +667,33 @@ class Registry:
             metadata={"store": self._store.description},
         )
 
+    def _overtaken(self) -> Unavailable:
+        return Unavailable(
+            f"other servers wrote to the book {self._store.description} all the time for "
+            f"{_PATIENCE_S:g} s: try again",
+            reason=Reason.STORE_UNAVAILABLE,
+            metadata={"store": self._store.description},
+        )
+
     @staticmethod
     def _shutting_down() -> Unavailable:
         return Unavailable(
             "the server is shutting down: try again, or at another one",
             reason=Reason.SHUTTING_DOWN,
         )
+
+
+def _txn_of(outcome: Outcome) -> Txn:
+    assert outcome.txn is not None
+    return outcome.txn
+
+
+def _merged(writes: list[Outcome], base: int) -> Txn:
+    """A wave as one transaction on what it was decided on."""
+    ops: list[Op] = []
+    expired: list[str] = []
+    for outcome in writes:
+        assert outcome.decision is not None
+        ops += _txn_of(outcome).ops
+        expired += outcome.decision.expired
+    return Txn(tuple(ops), away=tuple(expired), base=base)

@@ -16,7 +16,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rankbook.errors import BadRequest
+from rankbook.errors import BadRequest, Unavailable
 from rankbook.limits import MAX_MESSAGE_BYTES
 from rankbook_server.clock import Clock
 from rankbook_server.config import Listen, Settings, parse_listen
@@ -90,6 +90,7 @@ class Server:
         view = View(self.registry)
         self._waiters = Waiters(self.registry, settings.max_waiters)
         self._hub = Hub(self.registry, view, settings.max_watchers)
+        self.registry.on_replaced = self._hub.look
         # The view goes first: whoever is woken reads it.
         for listener in (view, self._waiters, self._hub):
             self.registry.subscribe(listener)
@@ -111,6 +112,7 @@ class Server:
         self._tasks: list[asyncio.Task[None]] = []
         self._health_tasks: set[asyncio.Task[None]] = set()
         self._serving = False
+        self._said_serving = False
         self.grpc_address = ""
         """HOST:PORT that gRPC is served on, once started."""
         self.http_address = ""
@@ -129,7 +131,7 @@ class Server:
         """
         web_socket = self._bind_web()
         try:
-            await self.registry.open()
+            await self._open_book()
             self._grpc = self._build_grpc()
             port = self._bind_grpc(self._grpc)
         except BaseException:
@@ -148,7 +150,30 @@ class Server:
         self.registry.on_available = self._tell_health
         await self._grpc.start()
         self._serving = True
-        await self._set_health(available=True)
+        await self._set_health(available=self.registry.available)
+        if self.registry.available:
+            try:
+                self._say_serving()
+            except BadRequest:
+                await self.stop()
+                raise
+
+    async def _open_book(self) -> None:
+        """Opens the store; one that others keep running may be away for now."""
+        try:
+            await self.registry.open()
+        except Unavailable as error:
+            if not self.registry.is_shared:
+                raise
+            self._log.warning(
+                "the store is away: not serving until it answers; looking for it all the time",
+                store=self.registry.store_description,
+                error=error.message,
+            )
+
+    def _say_serving(self) -> None:
+        """Tells the log and the ready file, once."""
+        self._said_serving = True
         self._log.info(
             "serving",
             grpc=self.grpc_address,
@@ -161,7 +186,6 @@ class Server:
             try:
                 self._write_ready(self._settings.ready_file)
             except (OSError, ValueError) as error:
-                await self.stop()
                 raise BadRequest(
                     f"ready_file {self._settings.ready_file} cannot be written: {error}",
                     metadata={"field": "ready_file", "value": str(self._settings.ready_file)},
@@ -292,6 +316,11 @@ class Server:
             self._hub.tick()
 
     def _tell_health(self, available: bool) -> None:
+        if available and not self._said_serving and self._serving:
+            try:
+                self._say_serving()
+            except BadRequest as error:
+                self._log.error("the ready file was not written", error=error.message)
         task = asyncio.get_running_loop().create_task(self._set_health(available=available))
         self._health_tasks.add(task)
         task.add_done_callback(self._health_tasks.discard)

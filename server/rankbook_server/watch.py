@@ -30,7 +30,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from rankbook import v1
-from rankbook.errors import BadRequest, Overloaded, RankbookError, Reason
+from rankbook.errors import BadRequest, Overloaded, RankbookError, Reason, Unavailable
 from rankbook.limits import (
     MAX_LABELS,
     MAX_REPLY_BYTES,
@@ -136,6 +136,7 @@ class Watcher:
         self._test = EngineTest(request.filter)
         self._request = request
         self._bare = request.without_payload
+        self._book_id = hub.registry.book_id
         self._known: dict[str, int] = {}
         self._dirty: dict[str, int] = {}
         self._rest: deque[bytes] = deque()
@@ -184,10 +185,13 @@ class Watcher:
         hub = self._hub
         while True:
             await turn.enter()
-            if hub.registry.is_busy:
-                await hub.registry.settle(self.namespace)
             hub.check_open()
+            self._check_book()
             if not self._begun:
+                if self._request.book_id == hub.registry.book_id and hub.registry.is_shared:
+                    # The server that it resumes from may have been ahead of this one.
+                    await hub.registry.reach(self._request.from_revision)
+                    hub.check_open()
                 self._reset = self._begin()
                 self._begun = True
             events = [self._rest.popleft()] if self._rest else self._collect()
@@ -203,6 +207,20 @@ class Watcher:
             self._wake = asyncio.get_running_loop().create_future()
             turn.leave()
             await self._wake
+
+    def _check_book(self) -> None:
+        """Ends the watch of a book that is no longer there.
+
+        Raises:
+            Unavailable: Another book is in its place.
+        """
+        if self._book_id != self._hub.registry.book_id:
+            raise Unavailable(
+                f"book {self._hub.registry.book_id} is in the place of {self._book_id}: watch it "
+                "from its beginning",
+                reason=Reason.STORE_UNAVAILABLE,
+                metadata={"book_id": self._hub.registry.book_id},
+            )
 
     def _collect(self) -> list[bytes]:
         """Events of dirty engines, as many as fit a message; of one that is too
@@ -321,9 +339,10 @@ class Hub:
         Raises:
             BadRequest: An id in the request is no id.
             Overloaded: As many watches as the server may hold are open.
-            Unavailable: The server is shutting down.
+            Unavailable: The server is shutting down, or has not read the book.
         """
         self.check_open()
+        self.registry.check_readable()
         watcher = Watcher(self, request)
         if self._count >= self._max:
             raise Overloaded(
@@ -391,6 +410,12 @@ class Hub:
         """Raises what `end` was given, once it was called."""
         if self._end is not None:
             raise self._end
+
+    def look(self) -> None:
+        """Has every watch look at the book again."""
+        for watchers in self._watchers.values():
+            for watcher in watchers:
+                watcher.wake()
 
     def end(self, error: RankbookError) -> None:
         """Ends every watch, and every later one, with an error."""

@@ -233,9 +233,9 @@ def slot_held(
 ) -> Conflict | None:
     """The error for a slot whose other holder lives; None when it is dead."""
     entry = book.leases.get(lease_id)
-    if entry is None or entry.deadline <= now.mono_s:
+    if entry is None or not entry.lives(now.mono_s):
         return None
-    left = entry.deadline - now.mono_s
+    left = entry.left_s(now.mono_s)
     return Conflict(
         f"{what} of {engine.engine_id} is held by {holder} and claimed by {boot_id}: one holder a "
         f"slot; the holder's lease runs {left:.1f} s more unless renewed",

@@ -38,17 +38,23 @@ class Decision(Generic[R]):
         reply: Gives the reply for the committed revision (for no `txn`, for
             the current one).
         notes: Audit lines to write once it is committed.
+        leases: Leases that it counts on to live.
+        expired: Leases that it takes for dead.
     """
 
     txn: Txn | None
     reply: Callable[[int], R]
     notes: tuple[Note, ...] = ()
+    leases: tuple[str, ...] = ()
+    expired: tuple[str, ...] = ()
 
 
 def _no_reply(_: int) -> None:
     return None
 
 
-def maintenance(ops: Iterable[Op], notes: Iterable[Note] = ()) -> Decision[None]:
+def maintenance(
+    ops: Iterable[Op], notes: Iterable[Note] = (), expired: Iterable[str] = ()
+) -> Decision[None]:
     """A decision that nobody waits for."""
-    return Decision(Txn(tuple(ops)), _no_reply, tuple(notes))
+    return Decision(Txn(tuple(ops)), _no_reply, tuple(notes), expired=tuple(expired))

@@ -43,10 +43,11 @@ class BookLimits:
 
 @dataclass(slots=True)
 class LeaseEntry:
-    """A lease as the book holds it; the deadline is in memory only.
+    """A lease as the book holds it; all but `stored` is in memory only.
 
     `due` is when it is looked at next, at or before the deadline: a renewal
-    moves the deadline alone.
+    moves the deadline alone. Where several servers share a book, a lease that
+    another one hears of is `kept`: it lives, whatever the deadline here says.
     """
 
     lease_id: str
@@ -54,7 +55,18 @@ class LeaseEntry:
     ttl_s: float
     deadline: float
     due: float = float("inf")
+    kept: bool = False
+    heard_s: float = float("-inf")
     holds: set[tuple[str, SlotKey]] = field(default_factory=set)
+
+    def lives(self, now_s: float) -> bool:
+        """Whether it has not ended."""
+        return self.kept or self.deadline > now_s
+
+    def left_s(self, now_s: float) -> float:
+        """How long it lives without another sign of its holder; an upper bound."""
+        left_s = self.deadline - now_s
+        return left_s if left_s > 0 or not self.kept else self.ttl_s
 
 
 class BookFold:
@@ -186,7 +198,7 @@ class BookFold:
         entry.stored, entry.ttl_s = stored, ttl_s
         self.unsaved.discard(lease_id)
         if stored.ended:
-            entry.deadline = float("-inf")
+            entry.deadline, entry.kept = float("-inf"), False
             self._free_key(entry)
         elif stored.lease_key:
             self.lease_of_key[stored.lease_key] = lease_id
@@ -215,18 +227,23 @@ class BookFold:
             entry.due = entry.deadline
             heapq.heappush(self._due, (entry.due, entry.lease_id))
 
-    def next_due(self, now_s: float) -> LeaseEntry | None:
-        """A lease whose deadline has come."""
-        while self._due and self._due[0][0] <= now_s:
-            at, lease_id = self._due[0]
+    def due_leases(self, now_s: float, most: int) -> list[LeaseEntry]:
+        """Leases whose deadline has come, oldest first; they stay due."""
+        found: list[LeaseEntry] = []
+        while self._due and self._due[0][0] <= now_s and len(found) < most:
+            at, lease_id = heapq.heappop(self._due)
             entry = self.leases.get(lease_id)
-            if entry is not None and entry.due == at:
-                if entry.deadline <= now_s:
-                    return entry
-                entry.due = float("inf")
+            if entry is None or entry.due != at:
+                continue
+            if not entry.lives(now_s):
+                found.append(entry)
+                continue
+            entry.due = float("inf")
+            if not entry.kept:
                 self.schedule(entry)
-            heapq.heappop(self._due)
-        return None
+        for entry in found:
+            heapq.heappush(self._due, (entry.due, entry.lease_id))
+        return found
 
     def grant_grace(self, now: Instant) -> None:
         """Gives every lease a full time to live from now (rule 8)."""

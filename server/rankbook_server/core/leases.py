@@ -65,7 +65,7 @@ def live_lease(book: BookFold, lease_id: str, now: Instant) -> LeaseEntry:
         Refused: It has ended.
     """
     entry = book.leases.get(lease_id)
-    if entry is not None and entry.deadline > now.mono_s:
+    if entry is not None and entry.lives(now.mono_s):
         return entry
     if entry is not None or lease_id in book.ended:
         raise Refused(
@@ -101,7 +101,7 @@ def grant(
     else:
         check_id("lease.lease_key", wish.lease_key)
         entry = book.leases.get(book.lease_of_key.get(wish.lease_key, ""))
-        if entry is not None and entry.deadline <= now.mono_s:
+        if entry is not None and not entry.lives(now.mono_s):
             # Its end is due; from now on the key means the new lease.
             ops.append(book.lease_put(entry.lease_id, _changed(entry, ended=True)))
             entry = None
@@ -140,7 +140,7 @@ def grant(
 def kept_lease(book: BookFold, lease_id: str, now: Instant) -> v1.Lease:
     """The lease of a record that stands, as replies show it; renewed while it lives."""
     entry = book.leases[lease_id]
-    if entry.deadline > now.mono_s:
+    if entry.lives(now.mono_s):
         extend(book, entry, now)
     return lease_message(lease_id, entry.ttl_s)
 
@@ -148,6 +148,7 @@ def kept_lease(book: BookFold, lease_id: str, now: Instant) -> v1.Lease:
 def extend(book: BookFold, entry: LeaseEntry, now: Instant) -> None:
     """Moves a living lease's deadline; memory only."""
     entry.deadline = now.mono_s + entry.ttl_s
+    entry.heard_s = now.mono_s
     book.schedule(entry)
 
 
@@ -206,7 +207,7 @@ def _renewed(book: BookFold, renewal: v1.LeaseRenewal, now: Instant) -> v1.Lease
         known = lease_id in book.ended
         state = v1.LEASE_STATE_ENDED if known else v1.LEASE_STATE_UNKNOWN
         return v1.LeaseStatus(lease_id=lease_id, state=state)
-    if entry.deadline <= now.mono_s:
+    if not entry.lives(now.mono_s):
         return v1.LeaseStatus(lease_id=lease_id, state=v1.LEASE_STATE_ENDED)
     replaced = _fenced_by(book, entry.stored)
     if replaced is not None:

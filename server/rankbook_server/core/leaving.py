@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rankbook import v1
 from rankbook.convert import timestamp
@@ -17,7 +18,7 @@ from rankbook_server.core.admission import (
 )
 from rankbook_server.core.decision import Decision, Instant, Note, maintenance
 from rankbook_server.core.engine import EngineState
-from rankbook_server.core.fold import CORE, BookFold
+from rankbook_server.core.fold import CORE, BookFold, LeaseEntry
 from rankbook_server.core.heads import copy_head
 from rankbook_server.core.keys import SlotKey, lease_key, slot_key, slot_text
 from rankbook_server.core.leases import ttl_ops
@@ -175,53 +176,87 @@ def revoke(
             reason=Reason.LEASE_NOT_FOUND,
             metadata={"lease_id": lease_id, "namespace": book.namespace},
         )
-    ops, removed = _end_ops(book, lease_id, now, revoked=True)
+    end = _end(book, [book.leases[lease_id]], now, revoked=True)
     return Decision(
-        Txn(tuple(ops)),
-        lambda revision: v1.RevokeLeaseResponse(removed=removed, revision=revision),
+        Txn(tuple(end.ops)),
+        lambda revision: v1.RevokeLeaseResponse(removed=sum(end.removed), revision=revision),
     )
 
 
-def _end_ops(book: BookFold, lease_id: str, now: Instant, *, revoked: bool) -> tuple[list[Op], int]:
-    """The next piece of a lease's end: records, then the lease itself. What one
-    transaction cannot hold goes with the next expiry, which must know whether
-    the lease was `revoked`."""
-    entry = book.leases[lease_id]
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The next piece of the end of some leases."""
+
+    ops: list[Op]
+    leases: list[LeaseEntry]
+    """Those that it is about: the first ones of those given."""
+    removed: list[int]
+    """Workers that it takes out, lease by lease."""
+
+
+def _end(book: BookFold, leases: Iterable[LeaseEntry], now: Instant, *, revoked: bool) -> _End:
+    """Records go first, then the lease itself, for as many leases as fit. What
+    one transaction cannot hold of the first goes with the next expiry, which
+    must know whether the lease was `revoked`."""
     by_engine: dict[str, list[SlotKey]] = {}
-    for engine_id, slot in sorted(entry.holds)[:_REMOVED_AT_ONCE]:
-        by_engine.setdefault(engine_id, []).append(slot)
-        if len(by_engine) == _ENGINES_AT_ONCE:
+    end = _End([], [], [])
+    room = MAX_TXN_OPS
+    for entry in leases:
+        holds = sorted(entry.holds)
+        fresh = {engine_id for engine_id, _ in holds} - by_engine.keys()
+        if not end.leases:
+            holds = _first_piece(holds)
+        elif len(holds) + len(fresh) + 1 > room:
             break
-    ops: list[Op] = []
+        for engine_id, slot in holds:
+            by_engine.setdefault(engine_id, []).append(slot)
+        room -= len(holds) + len(fresh) + 1
+        end.leases.append(entry)
+        end.removed.append(sum(slot != CORE for _, slot in holds))
+        if len(holds) == len(entry.holds):
+            end.ops.append(Delete(lease_key(book.namespace, entry.lease_id)))
+        elif not entry.stored.ended or revoked != entry.stored.revoked:
+            ended = v1.StoredLease()
+            ended.CopyFrom(entry.stored)
+            ended.ended, ended.revoked = True, revoked
+            end.ops.append(book.lease_put(entry.lease_id, ended))
     for engine_id, slots in by_engine.items():
-        ops += removal_ops(book, book.engines[engine_id], slots, now, lapsed=not revoked)
-    taken = sum(len(slots) for slots in by_engine.values())
-    if taken == len(entry.holds):
-        ops.append(Delete(lease_key(book.namespace, lease_id)))
-    elif not entry.stored.ended or revoked != entry.stored.revoked:
-        ended = v1.StoredLease()
-        ended.CopyFrom(entry.stored)
-        ended.ended, ended.revoked = True, revoked
-        ops.append(book.lease_put(lease_id, ended))
-    removed = sum(1 for slots in by_engine.values() for slot in slots if slot != CORE)
-    return ops, removed
+        end.ops[:0] = removal_ops(book, book.engines[engine_id], slots, now, lapsed=not revoked)
+    return end
+
+
+def _first_piece(holds: list[tuple[str, SlotKey]]) -> list[tuple[str, SlotKey]]:
+    """As much of what a lease holds as one transaction takes out."""
+    piece: list[tuple[str, SlotKey]] = []
+    engines: set[str] = set()
+    for engine_id, slot in holds[:_REMOVED_AT_ONCE]:
+        engines.add(engine_id)
+        if len(engines) > _ENGINES_AT_ONCE:
+            break
+        piece.append((engine_id, slot))
+    return piece
 
 
 def expire(book: BookFold, now: Instant) -> Decision[None] | None:
-    """The next piece of what is due: times to live to write down, then at most
-    one lease that ran out."""
+    """The next piece of what is due: times to live to write down, then leases
+    that ran out, as many as one transaction takes."""
     if book.unsaved:
         return maintenance(ttl_ops(book))
-    due = book.next_due(now.mono_s)
-    if due is None:
+    due = book.due_leases(now.mono_s, MAX_TXN_OPS)
+    if not due:
         return None
-    ops, removed = _end_ops(book, due.lease_id, now, revoked=due.stored.revoked)
-    note = Note(
-        "lease_expired",
-        {
-            "lease_id": due.lease_id,
-            "removed": removed,
-            "engines": sorted({engine_id for engine_id, _ in due.holds})[:8],
-        },
-    )
-    return maintenance(ops, (note,) if removed else ())
+    revoked = due[0].stored.revoked
+    end = _end(book, (e for e in due if e.stored.revoked == revoked), now, revoked=revoked)
+    notes = [
+        Note(
+            "lease_expired",
+            {
+                "lease_id": entry.lease_id,
+                "removed": removed,
+                "engines": sorted({engine_id for engine_id, _ in entry.holds})[:8],
+            },
+        )
+        for entry, removed in zip(end.leases, end.removed, strict=True)
+        if removed
+    ]
+    return maintenance(end.ops, notes, () if revoked else [e.lease_id for e in end.leases])

@@ -99,7 +99,7 @@ def seal(
         )
 
     ops = (*granted.ops, book.head_put(engine.engine_id, told))
-    return Decision(Txn(ops), reply, (note,) if news else ())
+    return Decision(Txn(ops), reply, (note,) if news else (), leases=(granted.lease_id,))
 
 
 def _check_whole(engine: EngineState) -> None:

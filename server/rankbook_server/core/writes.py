@@ -143,7 +143,8 @@ def _signed_in(
             lease=lease.message, epoch=epoch, revision=revision, record_digests=digests
         )
 
-    return Decision(Txn((*lease.ops, *before, *workers, *after)), reply, notes)
+    ops = (*lease.ops, *before, *workers, *after)
+    return Decision(Txn(ops), reply, notes, leases=(lease.lease_id,))
 
 
 def _compare(

@@ -57,6 +57,15 @@ _MIN_REVISION_WAIT_S = 1.0
 _MAX_INLINE_PLAN = 1024
 
 
+def _subject(field: str, request: Any) -> str:
+    """The engine or lease a write is about."""
+    if field == "register_workers":
+        return request.records[0].engine_id if request.records else ""
+    if field == "update_worker":
+        return str(request.record.engine_id)
+    return str(request.lease_id if field == "revoke_lease" else request.engine_id)
+
+
 def check_wait(field: str, wait_s: float, bound_s: float) -> float:
     """Returns a wait that a call may ask for, in seconds.
 
@@ -125,7 +134,11 @@ class Calls:
         decide = WRITES[field]
         namespace = check_namespace(request.namespace)
         return self.registry.submit(
-            field, namespace, lambda book, now: decide(book, request, now), notify
+            field,
+            namespace,
+            lambda book, now: decide(book, request, now),
+            notify,
+            _subject(field, request),
         )
 
     def finish(self, field: str, request: Any, reply: Any) -> Message:
@@ -146,6 +159,8 @@ class Calls:
             return True
         if field in ("get_topology", "list_engines"):
             return bool(request.min_revision > self.registry.revision)
+        if field == "renew_leases":
+            return self.registry.is_shared
         return field == "plan_transfer" and self._is_long(request)
 
     async def answer(self, field: str, request: Any, remaining_s: float | None) -> Answer:
@@ -167,8 +182,8 @@ class Calls:
                 await self._await_drain(request, cast(v1.DrainEngineResponse, reply), remaining_s)
             return reply
         # Status is asked for most when the store is away, and says that it is.
-        if field != "get_status" or self.registry.available:
-            await self.registry.settle(check_namespace(request.namespace))
+        if field != "get_status":
+            self.registry.check_readable()
         return cast(Answer, await self._reads[field](request, remaining_s))
 
     # ------------------------------------------------------------------ drain
@@ -202,7 +217,6 @@ class Calls:
                 return
             # Reports run out and deadlines pass without a word, so look again each second.
             await self._waiters.engine(namespace, request.engine_id, min(left, 1.0))
-            await self.registry.settle(namespace)
             self._fill_drain(namespace, request.engine_id, reply)
 
     # ------------------------------------------------------------------ leases
@@ -214,6 +228,11 @@ class Calls:
         namespace = check_namespace(request.namespace)
         now = registry.now()
         statuses = registry.book(namespace).renew(request, now)
+        if registry.is_shared and any(s.state != v1.LEASE_STATE_ALIVE for s in statuses):
+            # It may have been granted at another server a moment ago.
+            await registry.catch_up()
+            now = registry.now()
+            statuses = registry.book(namespace).renew(request, now)
         alive = {
             status.lease_id: seconds(status.ttl)
             for status in statuses
@@ -295,7 +314,6 @@ class Calls:
         if request.page_token:
             check_id("page_token", request.page_token)
         await self._reach(request, 0.0, remaining_s)
-        await self.registry.settle(namespace)
         bound = request.page_size or _DEFAULT_PAGE
         pieces: list[bytes] = []
         size = 0

@@ -234,8 +234,6 @@ class Session:
             self._start(entry, self._answer(entry, timed=False))
         elif method.field in WRITES:
             await self._write(entry)
-        elif self._calls.registry.is_busy:
-            self._start(entry, self._answer(entry, timed=True))
         else:
             await self._answer(entry, timed=True)
 

@@ -191,7 +191,6 @@ class TopologyReader:
             wait_s = min(wait_s, remaining_s - _MARGIN_S)
         until_s = self._clock.mono() + wait_s if wait_s > 0 else 0.0
         while True:
-            await self._registry.settle(namespace)
             try:
                 if target == "engine_id":
                     return self._engine(request, namespace, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from rankbook.errors import LimitExceeded, Reason, Unavailable
 from rankbook_server.core.ops import MAX_TXN_OPS, Commit, Entry, Txn
@@ -22,6 +22,7 @@ __all__ = [
     "Snapshot",
     "Store",
     "check_txns",
+    "is_shared",
     "not_open",
 ]
 
@@ -200,6 +201,11 @@ class SharedStore(Store, Protocol):
         Raises:
             Unavailable: The store is away or not open, or the connection broke.
         """
+
+
+def is_shared(store: Store) -> TypeGuard[SharedStore]:
+    """Whether several servers may write to a store."""
+    return hasattr(store, "presence")
 
 
 def check_txns(txns: Sequence[Txn]) -> None:

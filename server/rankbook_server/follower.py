@@ -1,0 +1,189 @@
+"""Brings what other servers do to a shared book into this one.
+
+Three things run side by side: a watch of commits, a watch of leases, and a look
+at the store once a second. The look notices what a quiet watch does not: a store
+that stands still, and a watch that is behind. Whatever breaks is tried again at
+once and then four times a second, from the last revision that was seen.
+
+While something is broken this server is *cut off*. A short cut is nobody's
+business; a longer one makes it refuse writes, and gives every lease a full time
+to live from its end (rule 8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import structlog
+
+from rankbook.errors import Unavailable
+from rankbook_server.clock import Clock
+from rankbook_server.core.ops import Commit
+from rankbook_server.lease_keys import LeaseKeys
+from rankbook_server.store.base import Compacted, SharedStore
+
+__all__ = ["Follower"]
+
+_LOOK_S = 1.0
+_RETRY_S = 0.25
+_LONG_S = 1.0
+# Of a cut: another endpoint is found within milliseconds.
+
+
+class Follows(Protocol):
+    """What follows a store."""
+
+    revision: int
+    is_loaded: bool
+
+    def fold_commit(self, commit: Commit) -> bool:
+        """Takes a commit in; False where the book must be read anew."""
+
+    async def load(self) -> None:
+        """Reads the book anew."""
+
+    async def reach(self, revision: int, timeout_s: float) -> bool:
+        """Waits until a revision was taken in."""
+
+
+class Follower:
+    """Follows a shared store for a registry. For one event loop."""
+
+    def __init__(
+        self, store: SharedStore, clock: Clock, registry: Follows, keys: LeaseKeys
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            store: The store.
+            clock: Time.
+            registry: Takes commits in.
+            keys: Takes news of leases in.
+        """
+        self._store = store
+        self._clock = clock
+        self._registry = registry
+        self._keys = keys
+        self._log = structlog.get_logger("rankbook.registry")
+        self._cut_s: float | None = None
+        self._following = False
+        self._hearing = False
+        self.trouble = ""
+        """Why this server is cut off."""
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Starts to follow; the tasks run until they are cancelled."""
+        return [
+            asyncio.create_task(self._follow(), name="registry-follower"),
+            asyncio.create_task(self._hear(), name="registry-lease-keys"),
+            asyncio.create_task(self._look(), name="registry-look"),
+        ]
+
+    # -------------------------------------------------------------------- cut
+
+    def cut(self, trouble: str) -> None:
+        """Notes that the store does not answer."""
+        self.trouble = trouble
+        if self._cut_s is None:
+            self._cut_s = self._clock.mono()
+
+    @property
+    def cut_for_s(self) -> float:
+        """How long this server has been cut off; zero where it is not."""
+        return 0.0 if self._cut_s is None else self._clock.mono() - self._cut_s
+
+    @property
+    def is_cut_long(self) -> bool:
+        """Whether it is cut off for longer than it takes to find another endpoint."""
+        return self.cut_for_s > _LONG_S
+
+    async def catch_up(self) -> None:
+        """Makes sure that the store answers and that everything it holds is here.
+
+        Raises:
+            Unavailable: It does not, or not yet.
+        """
+        started_s = self._clock.mono()
+        last = await self._store.last_revision()
+        if not await self._registry.reach(last, _LONG_S):
+            self.cut(f"the store is at revision {last}, and only {self._registry.revision} came")
+        elif not (self._following and self._hearing):
+            self.cut(self.trouble or "the store is not followed yet")
+        elif self._clock.mono() - started_s > _LONG_S:
+            # It stood still: nobody could say that he lives.
+            self._mend()
+            self._keys.doubt(self._clock.now())
+            return
+        else:
+            self._mend()
+            return
+        if self._cut_s is not None:
+            raise Unavailable(self.trouble, metadata={"store": self._store.description})
+
+    def _mend(self) -> None:
+        if self._cut_s is None:
+            return
+        was_long, self._cut_s = self.is_cut_long, None
+        if was_long:
+            self._keys.doubt(self._clock.now())
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S if self._cut_s is None else _RETRY_S)
+            if not self._registry.is_loaded:
+                continue
+            try:
+                await self.catch_up()
+            except Unavailable as error:
+                self.cut(error.message)
+
+    # ---------------------------------------------------------------- watches
+
+    async def _follow(self) -> None:
+        registry = self._registry
+        while True:
+            if not registry.is_loaded:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            try:
+                self._following = True
+                async for commit in self._store.watch(registry.revision):
+                    if not registry.fold_commit(commit):
+                        self._log.error(
+                            "somebody wrote to the book without asking for its last revision; "
+                            "it is read anew",
+                            revision=commit.revision,
+                        )
+                        await registry.load()
+                        break
+            except Compacted:
+                await self._load()
+            except Unavailable as error:
+                self._following = False
+                self.cut(error.message)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _load(self) -> None:
+        try:
+            await self._registry.load()
+        except Unavailable as error:
+            self._following = False
+            self.cut(error.message)
+            await asyncio.sleep(_RETRY_S)
+
+    async def _hear(self) -> None:
+        while True:
+            if not self._registry.is_loaded:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            try:
+                async for presence in self._store.presence():
+                    if presence.anew and self.is_cut_long:
+                        self._keys.doubt(self._clock.now())
+                    self._hearing = True
+                    self._keys.hear(presence, self._clock.now())
+            except Unavailable as error:
+                self._hearing = False
+                self.cut(error.message)
+                await asyncio.sleep(_RETRY_S)
