@@ -89,11 +89,14 @@ class Reason(enum.StrEnum):
     MALFORMED_MESSAGE = enum.auto()
     UNKNOWN_CALL = enum.auto()
     REPLY_TOO_LARGE = enum.auto()
+    INVALID_EXPORT = enum.auto()
+    NOT_INSTALLED = enum.auto()
     # What is not there.
     ENGINE_NOT_FOUND = enum.auto()
     GROUP_NOT_FOUND = enum.auto()
     WORKER_NOT_FOUND = enum.auto()
     LEASE_NOT_FOUND = enum.auto()
+    BOOK_NOT_FOUND = enum.auto()
     # What the book's state or rules forbid.
     ENGINE_GONE = enum.auto()
     GENERATION_FENCED = enum.auto()
@@ -109,6 +112,8 @@ class Reason(enum.StrEnum):
     ENGINE_INVALID = enum.auto()
     SEAL_MISMATCH = enum.auto()
     INCOMPATIBLE = enum.auto()
+    BOOK_NOT_EMPTY = enum.auto()
+    IMPORT_UNFINISHED = enum.auto()
     # Transfer rules; each names both sides' values.
     TP_NOT_DIVISIBLE = enum.auto()
     DCP_NOT_DIVISIBLE = enum.auto()
@@ -335,10 +340,13 @@ def _rules() -> dict[Reason, Rule]:
         r.MALFORMED_MESSAGE: Rule("INVALID_ARGUMENT", BadRequest, never, 5),
         r.UNKNOWN_CALL: Rule("UNIMPLEMENTED", BadRequest, never, 1),
         r.REPLY_TOO_LARGE: Rule("OUT_OF_RANGE", BadRequest, never, 1),
+        r.INVALID_EXPORT: Rule("INVALID_ARGUMENT", BadRequest, never, 5),
+        r.NOT_INSTALLED: Rule("UNIMPLEMENTED", BadRequest, never, 1),
         r.ENGINE_NOT_FOUND: Rule("NOT_FOUND", NotFound, wait, 3),
         r.GROUP_NOT_FOUND: Rule("NOT_FOUND", NotFound, wait, 3),
         r.WORKER_NOT_FOUND: Rule("NOT_FOUND", NotFound, rereg, 3),
         r.LEASE_NOT_FOUND: Rule("NOT_FOUND", NotFound, rereg, 3),
+        r.BOOK_NOT_FOUND: Rule("NOT_FOUND", NotFound, never, 3),
         r.ENGINE_GONE: Rule("FAILED_PRECONDITION", Gone, never, 5),
         r.GENERATION_FENCED: Rule("FAILED_PRECONDITION", Fenced, never, 5),
         r.EPOCH_FENCED: Rule("FAILED_PRECONDITION", Fenced, never, 5),
@@ -353,6 +361,8 @@ def _rules() -> dict[Reason, Rule]:
         r.ENGINE_INVALID: Rule("FAILED_PRECONDITION", Refused, never, 5),
         r.SEAL_MISMATCH: Rule("FAILED_PRECONDITION", SealMismatch, wait, 5),
         r.INCOMPATIBLE: Rule("FAILED_PRECONDITION", Incompatible, never, 5),
+        r.BOOK_NOT_EMPTY: Rule("FAILED_PRECONDITION", Refused, never, 5),
+        r.IMPORT_UNFINISHED: Rule("FAILED_PRECONDITION", Refused, never, 5),
         r.TP_NOT_DIVISIBLE: Rule("FAILED_PRECONDITION", TransferError, never, 5),
         r.DCP_NOT_DIVISIBLE: Rule("FAILED_PRECONDITION", TransferError, never, 5),
         r.BLOCK_SIZE_NOT_DIVISIBLE: Rule("FAILED_PRECONDITION", TransferError, never, 5),

@@ -9,6 +9,7 @@ Keys (NS is the namespace; ids never contain a slash):
   NS/e/ENGINE_ID                    StoredEngine
   NS/w/ENGINE_ID/PP.PCP.TP          StoredWorker
   NS/l/LEASE_ID                     StoredLease
+  import                            StoredImport, while one is under way
 
 `change_revision` in a value is the revision of the last change that readers
 may see; zero means the revision at which this value was written.
@@ -479,3 +480,34 @@ class StoredLiveness(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["ttl_millis", b"ttl_millis", "version", b"version"]) -> None: ...
 
 global___StoredLiveness = StoredLiveness
+
+@typing.final
+class StoredImport(google.protobuf.message.Message):
+    """An import that has begun. While its key is there the book is not whole: no
+    server reads it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    FROM_BOOK_ID_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Version of this encoding: 1."""
+    from_book_id: builtins.str
+    """The book that is brought in."""
+    @property
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the import began."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        from_book_id: builtins.str = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["from_book_id", b"from_book_id", "start_time", b"start_time", "version", b"version"]) -> None: ...
+
+global___StoredImport = StoredImport

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rankbook import v1
 
 __all__ = [
+    "IMPORT_KEY",
     "Key",
     "SlotKey",
     "engine_key",
@@ -19,6 +20,9 @@ __all__ = [
     "slot_text",
     "worker_key",
 ]
+
+IMPORT_KEY = "import"
+"""There while an import is under way. It has no slash, so it is no namespace's."""
 
 SlotKey = tuple[int, int, int]
 """(pp_rank, pcp_rank, tp_rank): sorts as the grid does."""
