@@ -9,6 +9,7 @@ import pytest
 
 from rankbook.errors import BadRequest
 from rankbook_server.store import MemoryStore, SqliteStore, default_path, open_store
+from rankbook_server.store.etcd_url import parse_etcd
 
 from .store_contract import FakeClock, IdSequence
 
@@ -34,6 +35,12 @@ def test_memory_is_a_store_in_memory() -> None:
         ("sqlite:/var/a:b.db", "sqlite:/var/a:b.db"),
         ("sqlite:/var/book.db?sync=full", "sqlite:/var/book.db?sync=full"),
         ("sqlite:/var/book.db?sync=normal", "sqlite:/var/book.db"),
+        ("etcd:10.0.0.5:2379", "etcd:10.0.0.5:2379/rankbook"),
+        ("etcd://10.0.0.5:2379/", "etcd:10.0.0.5:2379/rankbook"),
+        ("etcd:a:1,b.example:65535,a:1/prod/eu-1", "etcd:a:1,b.example:65535/prod/eu-1"),
+        ("etcd:[::1]:2379/book", "etcd:[::1]:2379/book"),
+        ("etcd:h:2379/p?ca=/ca.pem&tls=on&cert=/c&key=/k", "etcd:h:2379/p"),
+        ("etcd:h:2379?user=me&password_file=/run/secret", "etcd:h:2379/rankbook"),
     ],
 )
 def test_a_path_is_taken_as_it_was_meant(url: str, description: str) -> None:
@@ -84,7 +91,29 @@ def test_a_store_that_is_built_has_opened_nothing(tmp_path: Path) -> None:
         ("sqlite:/a.db?mode=ro", "no option 'mode'"),
         ("sqlite:/a.db?sync=", "not ''"),
         ("sqlite:/a.db?sync=off", "not 'off'"),
-        ("etcd:10.0.0.5:2379", "later version"),
+        ("etcd:", "endpoint 1 is not HOST:PORT"),
+        ("etcd:10.0.0.5", "endpoint 1 is not HOST:PORT"),
+        ("etcd:10.0.0.5:2379,", "endpoint 2 is not HOST:PORT"),
+        ("etcd:10.0.0.5:2379,b:0", "port of endpoint 2"),
+        ("etcd:10.0.0.5:x", "port of endpoint 1"),
+        ("etcd:a_b!:2379", "host of endpoint 1"),
+        ("etcd:::1:2379", "IPv6 goes in brackets"),
+        ("etcd:[::1%25eth0]:2379", "no IPv6 literal"),
+        ("etcd:[nowhere]:2379", "no IPv6 literal"),
+        ("etcd:h:2379/a b", "a prefix is made of"),
+        ("etcd:h:2379/a//b", "no part of a prefix may be empty"),
+        ("etcd:h:2379/a/", "no part of a prefix may be empty"),
+        ("etcd:h:2379/" + "a" * 201, "has 201 characters"),
+        ("etcd:h:2379/prod/book", "may be book or live"),
+        ("etcd:h:2379/prod/live/eu", "may be book or live"),
+        ("etcd:h:2379?timeout=3", "no option 'timeout'"),
+        ("etcd:h:2379?tls=yes", "tls is on or off"),
+        ("etcd:h:2379?tls=off&ca=/ca.pem", "contradict"),
+        ("etcd:h:2379?cert=/c.pem", "come together"),
+        ("etcd:h:2379?ca=", "ca has no value"),
+        ("etcd:h:2379?ca=/a&ca=/b", "ca is there twice"),
+        ("etcd:h:2379?user=rankbook", "user needs a password"),
+        ("etcd:h:2379?password_file=/p", "needs user=NAME"),
     ],
 )
 def test_a_url_that_means_no_store_is_refused_and_names_those_there_are(
@@ -98,9 +127,41 @@ def test_a_url_that_means_no_store_is_refused_and_names_those_there_are(
     assert caught.value.metadata["field"] == "store"
 
 
-@pytest.mark.parametrize("url", ["etcd://root:hunter2@10.0.0.5:2379", "redis://:hunter2@h/0"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "etcd://root:hunter2@10.0.0.5:2379",
+        "etcd://root:hunter2",
+        "etcd:h:2379?user=root&password=hunter2",
+        "etcd:h:2379?user=root&hunter2",
+        "etcd:hunter2/x y",
+        "redis://:hunter2@h/0",
+    ],
+)
 def test_a_password_in_a_refused_url_is_not_repeated(url: str) -> None:
     with pytest.raises(BadRequest) as caught:
         open_store(url, FakeClock(), IdSequence())
     assert "hunter2" not in str(caught.value)
     assert "hunter2" not in str(caught.value.metadata)
+
+
+def test_a_password_may_come_by_the_environment_and_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANKBOOK_ETCD_PASSWORD", "hunter2")
+    store = open_store("etcd:h:2379?user=me", FakeClock(), IdSequence())
+    assert "hunter2" not in store.description
+    address = parse_etcd("h:2379?user=me", {"RANKBOOK_ETCD_PASSWORD": "hunter2"})
+    assert address.password == "hunter2"
+    assert "hunter2" not in repr(address)
+
+
+def test_the_files_of_a_store_on_etcd_start_at_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    address = parse_etcd("h:2379?ca=pki/my%20ca.pem&cert=a&key=%2Fk", {})
+    assert address.ca == tmp_path / "pki" / "my ca.pem"
+    assert address.cert == tmp_path / "a"
+    assert address.key == Path("/k")
+    assert address.tls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote
@@ -17,7 +18,10 @@ from rankbook_server.store.sqlite import SqliteStore
 
 __all__ = ["default_path", "open_store"]
 
-_KNOWN = "memory:, sqlite: (a book in the user's state folder) or sqlite:PATH[?sync=full]"
+_KNOWN = (
+    "memory:, sqlite: (a book in the user's state folder), sqlite:PATH[?sync=full] or "
+    "etcd:HOST:PORT,...[/PREFIX][?user=NAME&password_file=FILE&ca=FILE&cert=FILE&key=FILE&tls=on]"
+)
 
 
 def default_path() -> Path:
@@ -26,16 +30,21 @@ def default_path() -> Path:
 
 
 def open_store(
-    url: str, clock: Callable[[], float], new_id: Callable[[], str] | None = None
+    url: str,
+    clock: Callable[[], float],
+    new_id: Callable[[], str] | None = None,
+    unix: Callable[[], float] = time.time,
 ) -> Store:
     """Builds the store of a URL; `Store.open` opens it.
 
     Args:
-        url: `memory:`, `sqlite:` or `sqlite:PATH[?sync=full]`. PATH may be
-            relative to the working folder, start with `~`, and hold
-            percent-encoded characters (`%3F` for a question mark).
+        url: `memory:`, `sqlite:`, `sqlite:PATH[?sync=full]` or
+            `etcd:HOST:PORT,...[/PREFIX][?OPTIONS]`. PATH, and the files that
+            options name, may be relative to the working folder, start with `~`,
+            and hold percent-encoded characters (`%3F` for a question mark).
         clock: Seconds on a clock that never goes back; for liveness.
         new_id: Makes the id of a new book; by default 32 random hex digits.
+        unix: Seconds since 1970; for when a book was created.
 
     Raises:
         BadRequest: The URL means no store; the message names those there are.
@@ -52,9 +61,23 @@ def open_store(
         path, sync_full = _parse_sqlite(url, rest)
         return SqliteStore(path, clock, new_id, sync_full=sync_full)
     if scheme == "etcd":
-        # The rest may hold a password.
-        raise _bad("etcd:...", "a store on etcd comes with a later version")
+        return _open_etcd(rest, clock, new_id, unix)
     raise _bad(f"{scheme}:...", "no store has this scheme")
+
+
+def _open_etcd(
+    rest: str, clock: Callable[[], float], new_id: Callable[[], str], unix: Callable[[], float]
+) -> Store:
+    # gRPC and etcd's messages are for those who use them.
+    from rankbook_server.store.etcd import EtcdStore
+    from rankbook_server.store.etcd_url import parse_etcd
+
+    try:
+        address = parse_etcd(rest, os.environ)
+    except ValueError as error:
+        # The rest may hold a password.
+        raise _bad("etcd:...", str(error)) from None
+    return EtcdStore(address, clock, new_id, unix)
 
 
 def _parse_sqlite(url: str, rest: str) -> tuple[Path, bool]:
