@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rankbook import v1
-from rankbook.convert import to_model
+from rankbook.convert import seconds, to_model
 from rankbook.model import (
     Engine,
     EventType,
@@ -182,6 +182,7 @@ class WatchFold:
             statuses=tuple(known.cells[slot][1] for slot in slots),
             book_id=response.book_id,
             book_revision=response.book_revision,
+            stale_s=seconds(response.stale_for),
         )
         self._topologies[name] = topology
         before = held.before

@@ -123,6 +123,8 @@ class EngineList:
     """Revision of the book at the first page."""
     book_id: str
     """The book."""
+    stale_s: float = 0.0
+    """How long the server had been cut off from its store, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

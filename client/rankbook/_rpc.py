@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rankbook import v1
+from rankbook._cache import WatchFold
 from rankbook._calls import METHODS, Answer, Call, Script
 from rankbook._channel import Endpoint, shown
 from rankbook._status import error_of_code, has_reason
+from rankbook.convert import seconds
 from rankbook.errors import (
     BadRequest,
     Cancelled,
@@ -62,6 +64,13 @@ class Step:
     """Whether everything up to now is in."""
     error: RankbookError | None = None
     """Why the stream broke; it is being resumed."""
+    stale_s: float = 0.0
+    """How long the server has been cut off from its store, in seconds."""
+
+
+def folded(fold: WatchFold, response: v1.WatchResponse) -> Step:
+    """One message of a watch, taken into its state."""
+    return Step(fold.fold(response), fold.synced, stale_s=seconds(response.stale_for))
 
 
 def advance(script: Script[T], answer: Answer | None) -> tuple[Call | None, T | None]:

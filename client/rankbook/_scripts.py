@@ -25,7 +25,7 @@ from rankbook._replies import (
     StalePeer,
     Updated,
 )
-from rankbook.convert import duration, to_message, to_model
+from rankbook.convert import duration, seconds, to_message, to_model
 from rankbook.errors import BadRequest, LimitExceeded
 
 __all__ = [
@@ -475,6 +475,7 @@ def join_topologies(parts: Sequence[v1.GetTopologyResponse]) -> tuple[model.Topo
             ),
             book_id=parts[0].book_id,
             book_revision=parts[0].book_revision,
+            stale_s=seconds(parts[0].stale_for),
         )
         for name, head in heads.items()
     )
@@ -504,6 +505,7 @@ def list_engines(
         engines=tuple(to_model(engine, model.Engine) for engine in engines),
         book_revision=first.book_revision,
         book_id=first.book_id,
+        stale_s=seconds(first.stale_for),
     )
 
 

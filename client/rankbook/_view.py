@@ -153,7 +153,10 @@ class TopologyView:
 
     @property
     def connected(self) -> bool:
-        """Whether the view is whole and follows every change now."""
+        """Whether the view is whole and follows every change now.
+
+        False also while its server is cut off from a store that it shares.
+        """
         return self._connected
 
     @property
@@ -218,8 +221,9 @@ class TopologyView:
                         self._snapshot = watch.fold.topologies
                         self._revision = watch.fold.resume[0]
                         self._synced_once = True
-                    turned = self._connected is not step.synced
-                    self._connected = step.synced
+                    connected = step.synced and not step.stale_s
+                    turned = self._connected is not connected
+                    self._connected = connected
                     self._error = step.error
                     listeners = tuple(self._listeners.values()) if turned else ()
                     subscribers = tuple(self._subscribers.values())
@@ -234,7 +238,7 @@ class TopologyView:
                     for callback in subscribers:
                         self._call_back(callback, event)
                 for listener in listeners:
-                    self._call_back(listener, step.synced)
+                    self._call_back(listener, connected)
         except RankbookError as error:
             _log.warning("the watch of a topology view ended: %s", error.message)
             with self._cond:

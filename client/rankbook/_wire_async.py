@@ -369,7 +369,7 @@ class AsyncWire:
                     self._watches.add(stream)
                     async for response in stream:
                         failures, patient = 0, True
-                        yield Step(fold.fold(response), fold.synced)
+                        yield _rpc.folded(fold, response)
                         if fold.out_of_step:
                             break
                     error: RankbookError = _rpc.unreachable(

@@ -419,7 +419,7 @@ class SyncWatch:
                         self._stream.cancel()
                     for response in self._stream:
                         failures, patient = 0, True
-                        yield Step(self.fold.fold(response), self.fold.synced)
+                        yield _rpc.folded(self.fold, response)
                         if self.fold.out_of_step:
                             break
                     error: RankbookError = _rpc.unreachable(

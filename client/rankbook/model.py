@@ -379,13 +379,18 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """An engine with all its workers, of exactly one generation, in slot order."""
+    """An engine with all its workers, of exactly one generation, in slot order.
+
+    `stale_s` is how long the server that said it had been cut off from its store,
+    in seconds: what others wrote since is not in here. Zero is up to date.
+    """
 
     engine: Engine
     workers: tuple[WorkerRecord, ...]
     statuses: tuple[WorkerStatus, ...]
     book_id: str = ""
     book_revision: int = 0
+    stale_s: float = 0.0
 
     def worker(self, pp_rank: int, tp_rank: int, pcp_rank: int = 0) -> WorkerRecord | None:
         """The worker in a slot, or None where the slot is empty."""
@@ -508,3 +513,4 @@ class Status:
     store_available: bool
     epoch_floor: int = 0
     horizon_revision: int = 0
+    stale_for_s: float = 0.0

@@ -41,7 +41,7 @@ from rankbook.limits import (
 )
 from rankbook_server.registry import Registry
 from rankbook_server.view import EngineView, View, removed_event
-from rankbook_server.wire import delimited, scalar
+from rankbook_server.wire import delimited, scalar, span
 
 __all__ = ["EngineTest", "Hub", "Turn", "Watcher"]
 
@@ -160,6 +160,11 @@ class Watcher:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
+    def speak(self) -> None:
+        """Asks for a progress message."""
+        self._progress_due = True
+        self.wake()
+
     def tick(self) -> None:
         """Asks for a progress message if there was none of any kind since the last tick."""
         if not self._sent_lately:
@@ -259,6 +264,7 @@ class Watcher:
                 self._hub.book_id_field,
                 scalar(4, reset),
                 scalar(5, synced),
+                span(6, self._hub.registry.stale_s),
             )
         )
 
@@ -412,10 +418,10 @@ class Hub:
             raise self._end
 
     def look(self) -> None:
-        """Has every watch look at the book again."""
+        """Has every watch look at the book again, and say how it is."""
         for watchers in self._watchers.values():
             for watcher in watchers:
-                watcher.wake()
+                watcher.speak()
 
     def end(self, error: RankbookError) -> None:
         """Ends every watch, and every later one, with an error."""

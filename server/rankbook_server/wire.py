@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Body", "delimited", "header", "scalar", "top_level", "varint"]
+__all__ = ["Body", "delimited", "header", "scalar", "span", "top_level", "varint"]
 
 _MAX_TOP_LEVEL = 64
 _SMALL = tuple(bytes((n,)) for n in range(128))
@@ -53,6 +53,15 @@ def delimited(field: int, data: bytes) -> bytes:
 def scalar(field: int, value: int) -> bytes:
     """A whole number field; nothing where it is zero, as proto3 has it."""
     return varint(field << 3) + varint(value) if value else b""
+
+
+def span(field: int, seconds: float) -> bytes:
+    """A whole Duration field; nothing where it is zero."""
+    if not seconds:
+        return b""
+    whole = int(seconds)
+    inner = scalar(1, whole) + scalar(2, int((seconds - whole) * 1e9))
+    return delimited(field, inner)
 
 
 def top_level(data: bytes) -> list[tuple[int, int]]:

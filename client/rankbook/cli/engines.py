@@ -199,9 +199,11 @@ def engines(
                 "engines": [engine_json(engine) for engine in listed.engines],
                 "book_revision": listed.book_revision,
                 "book_id": listed.book_id,
+                "stale_s": listed.stale_s,
             }
         )
         return
+    out.stale(listed.stale_s)
     out.table(engines_table(listed.engines, invocation.now, wide=out.wide))
     if not listed.engines:
         namespace = invocation.settings.namespace

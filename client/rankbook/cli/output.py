@@ -132,6 +132,14 @@ class Output:
         else:
             self._aligned(table)
 
+    def stale(self, stale_s: float) -> None:
+        """Warns of an answer from a server that is cut off from its store."""
+        if stale_s:
+            self.note(
+                f"warning: the server has been cut off from its store for {stale_s:.0f} s; "
+                "what others wrote since is not shown"
+            )
+
     def note(self, words: str) -> None:
         """Writes words for people to stderr."""
         with contextlib.suppress(OSError, ValueError):

@@ -36,6 +36,7 @@ def status(invocation: Invocation) -> None:
     clock = "-"
     if found.server_time is not None:
         clock = f"{(invocation.now - found.server_time).total_seconds():+.3f} s"
+    stale = f" (cut off for {found.stale_for_s:.0f} s)" if found.stale_for_s else ""
     for name, value in (
         ("server", ",".join(invocation.settings.endpoints)),
         ("namespace", invocation.settings.namespace),
@@ -44,7 +45,7 @@ def status(invocation: Invocation) -> None:
         ("boot id", found.boot_id),
         ("book id", found.book_id),
         ("store", f"{found.store} ({'available' if found.store_available else 'AWAY'})"),
-        ("book revision", str(found.book_revision)),
+        ("book revision", str(found.book_revision) + stale),
         ("engines", engines or "none"),
         ("workers", str(found.workers)),
         ("leases", str(found.leases)),

@@ -32,6 +32,7 @@ def topology_json(topology: Topology) -> dict[str, Any]:
         **engine_json(topology.engine),
         "book_revision": topology.book_revision,
         "book_id": topology.book_id,
+        "stale_s": topology.stale_s,
         "workers": [
             convert.to_json(convert.to_message(worker, v1.WorkerRecord))
             for worker in topology.workers
@@ -174,6 +175,7 @@ def topology(invocation: Invocation, engine_id: str, allow_incomplete: bool, pay
             shown["error"] = error_json(error)
         out.json(shown)
     else:
+        out.stale(found.stale_s)
         glyphs = grid.UNICODE if out.unicode else grid.ASCII
         out.lines(
             picture.draw(found, now=invocation.now, width=out.width, glyphs=glyphs, wide=out.wide)
@@ -219,6 +221,7 @@ def workers(invocation: Invocation, engine_id: str, payload: bool) -> None:
             require=Requirement.ANY,
         )
     assert found is not None  # only a caller that names a revision can be told "not modified"
+    out.stale(found.stale_s if not out.as_json else 0.0)
     if out.as_json:
         whole = topology_json(found)
         names = ("engine_id", "generation", "epoch", "state", "revision", "book_revision")

@@ -1081,6 +1081,7 @@ class GetTopologyResponse(google.protobuf.message.Message):
     BOOK_REVISION_FIELD_NUMBER: builtins.int
     BOOK_ID_FIELD_NUMBER: builtins.int
     NOT_MODIFIED_FIELD_NUMBER: builtins.int
+    STALE_FOR_FIELD_NUMBER: builtins.int
     book_revision: builtins.int
     """The book's revision the answer is of."""
     book_id: builtins.str
@@ -1091,6 +1092,12 @@ class GetTopologyResponse(google.protobuf.message.Message):
     def topologies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[rankbook.v1.topology_pb2.Topology]:
         """Engines with their workers. Empty when not modified."""
 
+    @property
+    def stale_for(self) -> google.protobuf.duration_pb2.Duration:
+        """How long the server has been cut off from a store that it shares with
+        others; absent where it is not. What others wrote since is not in here.
+        """
+
     def __init__(
         self,
         *,
@@ -1098,8 +1105,10 @@ class GetTopologyResponse(google.protobuf.message.Message):
         book_revision: builtins.int = ...,
         book_id: builtins.str = ...,
         not_modified: builtins.bool = ...,
+        stale_for: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["book_id", b"book_id", "book_revision", b"book_revision", "not_modified", b"not_modified", "topologies", b"topologies"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["stale_for", b"stale_for"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["book_id", b"book_id", "book_revision", b"book_revision", "not_modified", b"not_modified", "stale_for", b"stale_for", "topologies", b"topologies"]) -> None: ...
 
 global___GetTopologyResponse = GetTopologyResponse
 
@@ -1212,6 +1221,7 @@ class ListEnginesResponse(google.protobuf.message.Message):
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     BOOK_REVISION_FIELD_NUMBER: builtins.int
     BOOK_ID_FIELD_NUMBER: builtins.int
+    STALE_FOR_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Where to go on; empty on the last page."""
     book_revision: builtins.int
@@ -1222,6 +1232,12 @@ class ListEnginesResponse(google.protobuf.message.Message):
     def engines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[rankbook.v1.topology_pb2.Engine]:
         """The engines."""
 
+    @property
+    def stale_for(self) -> google.protobuf.duration_pb2.Duration:
+        """How long the server has been cut off from a store that it shares with
+        others; absent where it is not. What others wrote since is not in here.
+        """
+
     def __init__(
         self,
         *,
@@ -1229,8 +1245,10 @@ class ListEnginesResponse(google.protobuf.message.Message):
         next_page_token: builtins.str = ...,
         book_revision: builtins.int = ...,
         book_id: builtins.str = ...,
+        stale_for: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["book_id", b"book_id", "book_revision", b"book_revision", "engines", b"engines", "next_page_token", b"next_page_token"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["stale_for", b"stale_for"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["book_id", b"book_id", "book_revision", b"book_revision", "engines", b"engines", "next_page_token", b"next_page_token", "stale_for", b"stale_for"]) -> None: ...
 
 global___ListEnginesResponse = ListEnginesResponse
 
@@ -1282,6 +1300,7 @@ class WatchResponse(google.protobuf.message.Message):
     BOOK_ID_FIELD_NUMBER: builtins.int
     RESET_FIELD_NUMBER: builtins.int
     SYNCED_FIELD_NUMBER: builtins.int
+    STALE_FOR_FIELD_NUMBER: builtins.int
     book_revision: builtins.int
     """Everything up to this revision has been sent, once `synced`; resume from it."""
     book_id: builtins.str
@@ -1299,6 +1318,12 @@ class WatchResponse(google.protobuf.message.Message):
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WatchEvent]:
         """Changes, at most one an engine. Empty in a progress message."""
 
+    @property
+    def stale_for(self) -> google.protobuf.duration_pb2.Duration:
+        """How long the server has been cut off from a store that it shares with
+        others; absent where it is not. What others wrote since is not in here.
+        """
+
     def __init__(
         self,
         *,
@@ -1307,8 +1332,10 @@ class WatchResponse(google.protobuf.message.Message):
         book_id: builtins.str = ...,
         reset: builtins.bool = ...,
         synced: builtins.bool = ...,
+        stale_for: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["book_id", b"book_id", "book_revision", b"book_revision", "events", b"events", "reset", b"reset", "synced", b"synced"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["stale_for", b"stale_for"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["book_id", b"book_id", "book_revision", b"book_revision", "events", b"events", "reset", b"reset", "stale_for", b"stale_for", "synced", b"synced"]) -> None: ...
 
 global___WatchResponse = WatchResponse
 
@@ -1534,6 +1561,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     STORE_AVAILABLE_FIELD_NUMBER: builtins.int
     EPOCH_FLOOR_FIELD_NUMBER: builtins.int
     HORIZON_REVISION_FIELD_NUMBER: builtins.int
+    STALE_FOR_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of the server."""
     boot_id: builtins.str
@@ -1570,6 +1598,12 @@ class GetStatusResponse(google.protobuf.message.Message):
     def server_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """The server's clock now."""
 
+    @property
+    def stale_for(self) -> google.protobuf.duration_pb2.Duration:
+        """How long the server has been cut off from a store that it shares with
+        others; absent where it is not. What others wrote since is not in here.
+        """
+
     def __init__(
         self,
         *,
@@ -1588,8 +1622,9 @@ class GetStatusResponse(google.protobuf.message.Message):
         store_available: builtins.bool = ...,
         epoch_floor: builtins.int = ...,
         horizon_revision: builtins.int = ...,
+        stale_for: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["server_time", b"server_time", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["book_id", b"book_id", "book_revision", b"book_revision", "boot_id", b"boot_id", "engines", b"engines", "epoch_floor", b"epoch_floor", "horizon_revision", b"horizon_revision", "leases", b"leases", "server_time", b"server_time", "sessions", b"sessions", "start_time", b"start_time", "store", b"store", "store_available", b"store_available", "version", b"version", "watchers", b"watchers", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["server_time", b"server_time", "stale_for", b"stale_for", "start_time", b"start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["book_id", b"book_id", "book_revision", b"book_revision", "boot_id", b"boot_id", "engines", b"engines", "epoch_floor", b"epoch_floor", "horizon_revision", b"horizon_revision", "leases", b"leases", "server_time", b"server_time", "sessions", b"sessions", "stale_for", b"stale_for", "start_time", b"start_time", "store", b"store", "store_available", b"store_available", "version", b"version", "watchers", b"watchers", "workers", b"workers"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse

@@ -9,7 +9,7 @@ from typing import Any, cast
 from google.protobuf.message import Message
 
 from rankbook import v1
-from rankbook.convert import seconds, timestamp
+from rankbook.convert import duration, seconds, timestamp
 from rankbook.errors import BadRequest, LimitExceeded
 from rankbook.limits import (
     DEFAULT_NAMESPACE,
@@ -29,7 +29,7 @@ from rankbook_server.rpc.topology import TopologyReader, require_usable
 from rankbook_server.view import View
 from rankbook_server.waiters import Waiters
 from rankbook_server.watch import EngineTest, Hub
-from rankbook_server.wire import Body, delimited, scalar
+from rankbook_server.wire import Body, delimited, scalar, span
 
 __all__ = ["WRITES", "Answer", "Calls", "check_wait"]
 
@@ -335,6 +335,7 @@ class Calls:
             pieces.append(delimited(2, token.encode()))
         pieces.append(scalar(3, self.registry.revision))
         pieces.append(delimited(4, self.registry.book_id.encode()))
+        pieces.append(span(5, self.registry.stale_s))
         return [Body(pieces, sum(map(len, pieces)))]
 
     def _usable(self, namespace: str, field: str, engine_id: str) -> v1.Engine:
@@ -431,4 +432,5 @@ class Calls:
             store_available=registry.available,
             epoch_floor=book.epoch_floor,
             horizon_revision=book.horizon_revision,
+            stale_for=duration(registry.stale_s) if registry.stale_s else None,
         )

@@ -17,7 +17,7 @@ from rankbook_server.core.keys import slot_text
 from rankbook_server.registry import Registry
 from rankbook_server.view import EngineView, View
 from rankbook_server.waiters import Waiters
-from rankbook_server.wire import Body, delimited, scalar
+from rankbook_server.wire import Body, delimited, scalar, span
 
 __all__ = ["TopologyReader", "require_usable"]
 
@@ -295,6 +295,7 @@ class TopologyReader:
             scalar(2, self._registry.revision)
             + delimited(3, self._registry.book_id.encode())
             + scalar(4, not_modified)
+            + span(5, self._registry.stale_s)
         )
         parts: list[Body] = []
         pieces: list[bytes] = []
