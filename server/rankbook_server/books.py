@@ -11,6 +11,7 @@ from rankbook_server.core.book import Book
 from rankbook_server.core.decision import Instant
 from rankbook_server.core.fold import BookLimits
 from rankbook_server.core.ops import Put
+from rankbook_server.moving.mark import check_whole
 from rankbook_server.store.base import Snapshot
 
 __all__ = ["Books"]
@@ -89,12 +90,20 @@ class Books:
         for book in self._books.values():
             book.grant_grace(now)
 
-    def load(self, snapshot: Snapshot) -> dict[str, set[str]]:
+    def load(self, snapshot: Snapshot, store: str) -> dict[str, set[str]]:
         """Takes a store's content in place of what is held, with grace for every lease.
+
+        Args:
+            snapshot: What the store holds.
+            store: The store, for errors.
 
         Returns:
             By namespace, every engine that was held before or is now.
+
+        Raises:
+            Unavailable: It holds half an import; nothing was taken.
         """
+        check_whole(snapshot.entries, store)
         engines = {namespace: set(book.engines) for namespace, book in self._books.items()}
         self._books = {}
         self._emptied = {}

@@ -13,14 +13,11 @@ to live from its end (rule 8).
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
-
-import structlog
 
 from rankbook.errors import Unavailable
 from rankbook_server.clock import Clock
-from rankbook_server.core.ops import Commit
 from rankbook_server.lease_keys import LeaseKeys
+from rankbook_server.replica import Replica
 from rankbook_server.store.base import Compacted, SharedStore
 
 __all__ = ["Follower"]
@@ -31,41 +28,22 @@ _LONG_S = 1.0
 # Of a cut: another endpoint is found within milliseconds.
 
 
-class Follows(Protocol):
-    """What follows a store."""
-
-    revision: int
-    is_loaded: bool
-
-    def fold_commit(self, commit: Commit) -> bool:
-        """Takes a commit in; False where the book must be read anew."""
-
-    async def load(self) -> None:
-        """Reads the book anew."""
-
-    async def reach(self, revision: int, timeout_s: float) -> bool:
-        """Waits until a revision was taken in."""
-
-
 class Follower:
-    """Follows a shared store for a registry. For one event loop."""
+    """Follows a shared store for a replica. For one event loop."""
 
-    def __init__(
-        self, store: SharedStore, clock: Clock, registry: Follows, keys: LeaseKeys
-    ) -> None:
+    def __init__(self, store: SharedStore, clock: Clock, replica: Replica, keys: LeaseKeys) -> None:
         """Starts nothing.
 
         Args:
             store: The store.
             clock: Time.
-            registry: Takes commits in.
+            replica: Takes commits in.
             keys: Takes news of leases in.
         """
         self._store = store
         self._clock = clock
-        self._registry = registry
+        self._replica = replica
         self._keys = keys
-        self._log = structlog.get_logger("rankbook.registry")
         self._cut_s: float | None = None
         self._following = False
         self._hearing = False
@@ -106,8 +84,8 @@ class Follower:
         """
         started_s = self._clock.mono()
         last = await self._store.last_revision()
-        if not await self._registry.reach(last, _LONG_S):
-            self.cut(f"the store is at revision {last}, and only {self._registry.revision} came")
+        if not await self._replica.reach(last, _LONG_S):
+            self.cut(f"the store is at revision {last}, and only {self._replica.revision} came")
         elif not (self._following and self._hearing):
             self.cut(self.trouble or "the store is not followed yet")
         elif self._clock.mono() - started_s > _LONG_S:
@@ -131,7 +109,7 @@ class Follower:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S if self._cut_s is None else _RETRY_S)
-            if not self._registry.is_loaded:
+            if not self._replica.is_loaded:
                 continue
             try:
                 await self.catch_up()
@@ -141,21 +119,16 @@ class Follower:
     # ---------------------------------------------------------------- watches
 
     async def _follow(self) -> None:
-        registry = self._registry
+        replica = self._replica
         while True:
-            if not registry.is_loaded:
+            if not replica.is_loaded:
                 await asyncio.sleep(_RETRY_S)
                 continue
             try:
                 self._following = True
-                async for commit in self._store.watch(registry.revision):
-                    if not registry.fold_commit(commit):
-                        self._log.error(
-                            "somebody wrote to the book without asking for its last revision; "
-                            "it is read anew",
-                            revision=commit.revision,
-                        )
-                        await registry.load()
+                async for commit in self._store.watch(replica.revision):
+                    if not replica.fold_commit(commit):
+                        await replica.load(self._store)
                         break
             except Compacted:
                 await self._load()
@@ -166,7 +139,7 @@ class Follower:
 
     async def _load(self) -> None:
         try:
-            await self._registry.load()
+            await self._replica.load(self._store)
         except Unavailable as error:
             self._following = False
             self.cut(error.message)
@@ -174,7 +147,7 @@ class Follower:
 
     async def _hear(self) -> None:
         while True:
-            if not self._registry.is_loaded:
+            if not self._replica.is_loaded:
                 await asyncio.sleep(_RETRY_S)
                 continue
             try:

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -35,31 +35,23 @@ from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
 from rankbook_server.core.decision import Instant
 from rankbook_server.core.fold import BookLimits
-from rankbook_server.core.ops import MAX_TXN_OPS, Commit, Op, Txn
+from rankbook_server.core.ops import MAX_TXN_OPS, Op, Txn
 from rankbook_server.follower import Follower
 from rankbook_server.lease_keys import LeaseKeys
 from rankbook_server.liveness import LivenessNews
+from rankbook_server.replica import Listener, Replica
 from rankbook_server.store.base import SharedStore, Store, is_shared
 from rankbook_server.wave import Command, Decide, Outcome, Step, Wave
 
-__all__ = ["Listener", "Registry", "RegistryLimits"]
+__all__ = ["Registry", "RegistryLimits"]
 
 R = TypeVar("R")
 _RETRY_S = (0.25, 0.5, 1.0, 2.0)
 _WAVE_OPS = 65_536
 _WAVE_BYTES = 16 * 1024 * 1024
 # Of a wave over an embedded store, which takes transactions one by one.
-_REACH_S = 2.0
-# What another server has committed is here within milliseconds.
 _PATIENCE_S = 10.0
 # So long a command is decided anew because other servers were faster.
-
-
-class Listener(Protocol):
-    """Is told of committed changes, inside the loop; must not block."""
-
-    def changed(self, namespace: str, engine_ids: Iterable[str], since: int) -> None:
-        """Engines of a namespace changed, none before the revision `since`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +100,15 @@ class Registry:
         self._news = LivenessNews(clock)
         self._shared: SharedStore | None = store if is_shared(store) else None
         self._keys = LeaseKeys(self._books, self._news)
+        self._replica = Replica(self._books, clock, self._news, self._keys)
         self._follower: Follower | None = None
         if self._shared is not None:
-            self._follower = Follower(self._shared, clock, self, self._keys)
+            self._follower = Follower(self._shared, clock, self._replica, self._keys)
         self._queue: deque[Command] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._busy: asyncio.Future[None] | None = None
-        self._own: set[int] = set()
-        self._read_revision = 0
         self._refusals = 0
         self._recovery: asyncio.Task[None] | None = None
-        self._reaching: set[tuple[int, asyncio.Future[None]]] = set()
-        self._listeners: list[Listener] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._last_tick_s = 0.0
         self._next_sweep_s = 0.0
@@ -128,12 +117,6 @@ class Registry:
         self._recovering = False
         self._trouble = ""
         self._closing = False
-        self.revision = 0
-        """Revision of the last commit that is in the books."""
-        self.loaded_revision = 0
-        """Revision at which this process read the book."""
-        self.is_loaded = False
-        """Whether the book was read since the start."""
         self.boot_id = clock.new_id()
         """Names this life of the server."""
         self.started_s = clock.unix()
@@ -155,11 +138,10 @@ class Registry:
         """
         try:
             await self._store.open()
-            await self.load()
+            await self._replica.load(self._store)
         except Unavailable as error:
             self._trouble = error.message
             raise
-        self.loaded_revision = self.revision
         self._set_available(True)
 
     @property
@@ -201,7 +183,7 @@ class Registry:
 
     def subscribe(self, listener: Listener) -> None:
         """Has a listener told of every later change."""
-        self._listeners.append(listener)
+        self._replica.subscribe(listener)
 
     # ---------------------------------------------------------------- reading
 
@@ -214,6 +196,20 @@ class Registry:
     def store_description(self) -> str:
         """The store's URL without secrets."""
         return self._store.description
+
+    @property
+    def revision(self) -> int:
+        """Revision of the last commit that is in the books."""
+        return self._replica.revision
+
+    @property
+    def loaded_revision(self) -> int:
+        """Revision at which this process read the book first."""
+        return self._replica.loaded_revision
+
+    async def reach(self, revision: int) -> bool:
+        """Waits a short while for a revision; False where it does not come."""
+        return await self._replica.reach(revision)
 
     def book(self, namespace: str) -> Book:
         """The namespace's book, an empty one where nothing was written. Read only."""
@@ -234,7 +230,7 @@ class Registry:
         Raises:
             Unavailable: The store has not answered since the start.
         """
-        if not self.is_loaded:
+        if not self._replica.is_loaded:
             raise self._store_away()
 
     @property
@@ -244,21 +240,6 @@ class Registry:
         if self.available or self._follower is None:
             return 0.0
         return self._follower.cut_for_s
-
-    async def reach(self, revision: int, timeout_s: float = _REACH_S) -> bool:
-        """Waits until the books have a revision; False when time is up."""
-        if self.revision >= revision:
-            return True
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (revision, future)
-        self._reaching.add(entry)
-        try:
-            await asyncio.wait_for(future, timeout_s)
-        except TimeoutError:
-            return False
-        finally:
-            self._reaching.discard(entry)
-        return True
 
     async def catch_up(self) -> None:
         """Returns once everything is in the books that any server had
@@ -273,7 +254,7 @@ class Registry:
         if not self.available:
             raise self._store_away()
         last = await self._shared.last_revision()
-        if not await self.reach(last):
+        if not await self._replica.reach(last):
             raise Unavailable(
                 f"the store is at revision {last} and this server at {self.revision}: it does not "
                 "get what other servers wrote, try again or at another server",
@@ -401,7 +382,7 @@ class Registry:
         if writes:
             expected = list(range(self.revision + 1, self.revision + 1 + len(writes)))
             try:
-                revisions = await self._store.commit([_txn_of(outcome) for outcome in writes])
+                revisions = await self._store.commit([outcome.txn_to_keep for outcome in writes])
                 if revisions != expected:
                     raise Unavailable(
                         "another server writes into this book: the book is read anew, try again",
@@ -416,7 +397,7 @@ class Registry:
                     outcome.command.fail(error)
                 await self._recover()
                 return
-            self._fold(writes, expected)
+            self._replica.fold(writes, expected)
         self._settle(wave)
 
     async def _keep_shared(self, wave: Wave, store: SharedStore) -> None:
@@ -446,14 +427,7 @@ class Registry:
                 outcome.command.fail(error)
             return
         if writes:
-            if revision > self.revision:
-                self._own.add(revision)
-                self._fold(writes, [revision] * len(writes))
-            else:
-                # The follower was faster.
-                for outcome in writes:
-                    outcome.revision = revision
-                self._tell_own(writes)
+            self._replica.fold(writes, [revision] * len(writes), own=True)
         self._settle(wave)
 
     async def _step_back(self, wave: Wave, store: SharedStore, base: int) -> None:
@@ -465,7 +439,7 @@ class Registry:
         wave.give_back(self._queue)
         last = await store.last_revision()
         if last > base:
-            await self.reach(last)
+            await self._replica.reach(last)
             return
         # Then it was a lease that was taken for dead and lives.
         self._keys.alive(await store.live(), self.now())
@@ -480,99 +454,14 @@ class Registry:
                 # The rest takes its turn behind the calls that wait.
                 self._enqueue(outcome.command)
 
-    # ------------------------------------------------------------------- fold
-
-    def _fold(self, writes: list[Outcome], revisions: list[int]) -> None:
-        """Takes what was committed into the books and publishes it."""
-        touched: dict[str, Book] = {}
-        for outcome, revision in zip(writes, revisions, strict=True):
-            # Not the outcome's own: the books may have been read anew meanwhile.
-            book = self._books.get(outcome.command.namespace)
-            self._books.keep(book)
-            book.clock_s = self._clock.mono()
-            touched[book.namespace] = book
-            outcome.revision = revision
-            for op in _txn_of(outcome).ops:
-                book.apply(op, revision)
-        since = revisions[0]
-        self._moved(revisions[-1])
-        self._tell_own(writes)
-        for namespace, book in touched.items():
-            self._publish(namespace, book.take_touched(), since)
-
-    def _tell_own(self, writes: list[Outcome]) -> None:
-        for outcome in writes:
-            book = self._books.get(outcome.command.namespace)
-            for op in _txn_of(outcome).ops:
-                self._news.folded(book, op)
-
-    def fold_commit(self, commit: Commit) -> bool:
-        """Takes in what the store says was committed, by whichever server.
-
-        Returns:
-            False where it comes too late: somebody writes without asking for
-            the book's last revision, and the book must be read anew.
-        """
-        if commit.revision <= self.revision:
-            if commit.revision in self._own:
-                self._own = {r for r in self._own if r > commit.revision}
-                return True
-            return commit.revision <= self._read_revision
-        by_namespace: dict[str, list[Op]] = {}
-        for op in commit.ops:
-            by_namespace.setdefault(op.key.partition("/")[0], []).append(op)
-        touched: list[tuple[str, set[str]]] = []
-        for namespace, ops in by_namespace.items():
-            book = self._books.get(namespace)
-            self._books.keep(book)
-            book.clock_s = self._clock.mono()
-            for op in ops:
-                book.apply(op, commit.revision)
-                self._keys.folded(book, op)
-            touched.append((namespace, book.take_touched()))
-        self._moved(commit.revision)
-        for namespace, engine_ids in touched:
-            self._publish(namespace, engine_ids, commit.revision)
-        return True
-
-    def _moved(self, revision: int) -> None:
-        self.revision = revision
-        for wanted, future in self._reaching:
-            if wanted <= revision and not future.done():
-                future.set_result(None)
-
-    def _publish(self, namespace: str, engine_ids: Iterable[str], since: int) -> None:
-        for listener in self._listeners:
-            listener.changed(namespace, engine_ids, since)
-
     # ---------------------------------------------------------- load, recover
-
-    async def load(self) -> None:
-        """Reads the book anew in place of what is held.
-
-        Raises:
-            Unavailable: The store is away.
-        """
-        snapshot = await self._store.snapshot()
-        if snapshot.revision < self.revision and self.is_loaded and self.is_shared:
-            # What was committed here meanwhile is newer.
-            return
-        since = self.revision + 1
-        engines = self._books.load(snapshot)
-        self._keys.doubt(self._clock.now())
-        self.is_loaded = True
-        self._read_revision = snapshot.revision
-        self.loaded_revision = self.loaded_revision or snapshot.revision
-        self._moved(max(self.revision, snapshot.revision))
-        for namespace, engine_ids in engines.items():
-            self._publish(namespace, engine_ids, since)
 
     async def _recover(self) -> None:
         """Has the store back, and what it holds; the timer tries again."""
         self._recovering = True
         try:
             if self._shared is None:
-                await self.load()
+                await self._replica.load(self._store)
             else:
                 await self._come_back(self._shared)
         except Unavailable as error:
@@ -586,18 +475,15 @@ class Registry:
         self._log.info("the store is back", revision=self.revision)
 
     async def _come_back(self, store: SharedStore) -> None:
-        book_id = store.book_id
+        replica, book_id = self._replica, store.book_id
         await store.open()
-        if self.is_loaded and store.book_id != book_id:
+        if replica.is_loaded and store.book_id != book_id:
             self._log.error("another book is in this one's place", book_id=store.book_id)
-            self.revision = self.loaded_revision = 0
-            self.is_loaded = False
-            self._own.clear()
-        if not self.is_loaded:
-            was_other = bool(book_id) and store.book_id != book_id
-            await self.load()
-            if was_other:
-                self.on_replaced()
+            replica.forget()
+            await replica.load(store)
+            self.on_replaced()
+        elif not replica.is_loaded:
+            await replica.load(store)
         assert self._follower is not None
         await self._follower.catch_up()
         if self._refusals:
@@ -683,17 +569,12 @@ class Registry:
         )
 
 
-def _txn_of(outcome: Outcome) -> Txn:
-    assert outcome.txn is not None
-    return outcome.txn
-
-
 def _merged(writes: list[Outcome], base: int) -> Txn:
     """A wave as one transaction on what it was decided on."""
     ops: list[Op] = []
     expired: list[str] = []
     for outcome in writes:
         assert outcome.decision is not None
-        ops += _txn_of(outcome).ops
+        ops += outcome.txn_to_keep.ops
         expired += outcome.decision.expired
     return Txn(tuple(ops), away=tuple(expired), base=base)

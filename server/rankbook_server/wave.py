@@ -109,6 +109,12 @@ class Outcome:
         """What it writes, if anything."""
         return self.decision.txn if self.decision is not None else None
 
+    @property
+    def txn_to_keep(self) -> Txn:
+        """The same, of one that is known to write."""
+        assert self.txn is not None
+        return self.txn
+
     def settle(self) -> None:
         """Tells whoever waits, once it is kept."""
         if self.error is not None:
