@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from collections import deque
 from collections.abc import Collection
 from typing import Any
 
@@ -44,15 +44,20 @@ class _Stream:
         self._client = client
         self.member = member
         self._call = call
-        self._waiting: dict[int, list[_Batch]] = {}
+        self._waiting: dict[int, deque[_Batch]] = {}
         self._writing = asyncio.Lock()
         self._answers = 0
         self._reader = asyncio.ensure_future(self._read())
+        self._writers: set[asyncio.Task[None]] = set()
         self.ended = False
 
     async def renew(self, leases: Collection[int]) -> dict[int, int]:
         batch = _Batch(leases)
+        # It goes on where the caller gives up: to cancel a write would cancel the
+        # stream for all.
         writer = asyncio.ensure_future(self._write(leases, batch))
+        self._writers.add(writer)
+        writer.add_done_callback(self._writers.discard)
         try:
             while not batch.done.done():
                 seen = self._answers
@@ -61,31 +66,24 @@ class _Stream:
                     raise no_answer(self.member.endpoint, self._client.timeout_s)
             batch.done.result()
             return batch.ttls
-        except BaseException:
-            if not batch.done.done():
-                batch.done.cancel()
-            raise
         finally:
-            writer.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await writer
-            for lease in batch.missing:
-                waiting = self._waiting.get(lease, [])
-                if batch in waiting:
-                    waiting.remove(batch)
+            batch.done.cancel()
 
     async def _write(self, leases: Collection[int], batch: _Batch) -> None:
-        try:
-            async with self._writing:
-                for lease in leases:
-                    if self.ended:
-                        batch.fail(stream_ended(self.member.endpoint))
-                        return
-                    self._waiting.setdefault(lease, []).append(batch)
+        async with self._writing:
+            for lease in leases:
+                if self.ended:
+                    break
+                self._waiting.setdefault(lease, deque()).append(batch)
+                try:
                     await self._call.write(pb.LeaseKeepAliveRequest(id=lease))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The reader says why.
-            pass
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+                    # The reader says why, to all who wait.
+                    await asyncio.wait((self._reader,), timeout=self._client.timeout_s)
+                    break
+            else:
+                return
+        batch.fail(stream_ended(self.member.endpoint))
 
     async def _read(self) -> None:
         error = stream_ended(self.member.endpoint)
@@ -98,7 +96,7 @@ class _Stream:
                 # One answer a request, in their order: who asked first is first.
                 waiting = self._waiting.get(answer.id)
                 if waiting:
-                    waiting.pop(0).answer(answer.id, answer.ttl)
+                    waiting.popleft().answer(answer.id, answer.ttl)
                     if not waiting:
                         del self._waiting[answer.id]
         except grpc.aio.AioRpcError as lost:
@@ -114,8 +112,7 @@ class _Stream:
         self.ended = True
         self._reader.cancel()
         self._call.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reader
+        await asyncio.wait((self._reader, *self._writers))
 
 
 class LeaseKeeper:

@@ -165,7 +165,7 @@ class EtcdStore:
     async def last_revision(self) -> int:
         """See `SharedStore`."""
         life = self._opened()
-        return (await self._read_last(life))[0]
+        return await self._read_last(life)
 
     async def commit(self, txns: Sequence[Txn]) -> list[int | None]:
         """See `Store`. Each transaction is one of etcd's, one after the other."""
@@ -277,10 +277,12 @@ class EtcdStore:
             )
         return head, kv.create_revision
 
-    async def _read_last(self, life: _Life) -> tuple[int, int]:
-        """The revision of the last commit, and etcd's as of which that is so."""
-        answer = await life.client.range(pb.RangeRequest(key=self._keys.head, keys_only=True))
-        return self._check_head(life, answer.kvs).mod_revision, answer.header.revision
+    async def _read_last(self, life: _Life, at: int = 0) -> int:
+        """The revision of the last commit, up to a revision or, for zero, now."""
+        answer = await life.client.range(
+            pb.RangeRequest(key=self._keys.head, keys_only=True, revision=at)
+        )
+        return self._check_head(life, answer.kvs).mod_revision
 
     def _check_head(self, life: _Life, kvs: Sequence[pb.KeyValue]) -> pb.KeyValue:
         if not kvs or kvs[0].create_revision != life.created:
@@ -362,9 +364,16 @@ class EtcdStore:
                     return
                 # All that was forgotten may be other people's: etcd's history
                 # goes on while the book rests. Then nothing was missed.
-                last, from_etcd = await self._read_last(life)
+                try:
+                    last = await self._read_last(life, floor)
+                except EtcdError as error:
+                    if error.what is not What.COMPACTED:
+                        raise
+                    # Compacted again; the next watch says up to where.
+                    continue
                 if last > seen:
-                    raise Compacted(max(from_revision, seen), min(floor, last))
+                    raise Compacted(max(from_revision, seen), last)
+                from_etcd = floor
         finally:
             life.followers.discard(follower)
             life.moved.set()
