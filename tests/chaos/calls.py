@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import rankbook
-from rankbook import v1
 from rankbook.model import CoreRecord, Process, Requirement, SealedSlot, State, Topology
 
 from .cast import PublisherPlan, record
@@ -155,9 +154,7 @@ class Calls:
             },
         )
 
-    async def deregister(
-        self, *, boot_id: str, generation: str, sequence: int, epoch: int
-    ) -> Any:
+    async def deregister(self, *, boot_id: str, generation: str, sequence: int, epoch: int) -> Any:
         """Takes every slot of a process out."""
         engine_id = self._plan.engine.engine_id
         return await self._call(
@@ -272,8 +269,14 @@ class Calls:
 
 def can_be_sealed(seen: Topology, generation: str) -> bool:
     """Whether an engine lacks nothing but its seal."""
-    return seen.engine.generation == generation and seen.engine.state in (
-        State.COMPLETE,
-        State.DEGRADED,
-        State.DRAINING,
-    ) and seen.engine.present == seen.engine.declared and not seen.engine.asleep
+    return (
+        seen.engine.generation == generation
+        and seen.engine.state
+        in (
+            State.COMPLETE,
+            State.DEGRADED,
+            State.DRAINING,
+        )
+        and seen.engine.present == seen.engine.declared
+        and not seen.engine.asleep
+    )

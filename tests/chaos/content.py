@@ -35,9 +35,7 @@ def content_of(engine: v1.Engine, workers: Iterable[Pair], *, bare: bool = False
         pp_rank, tp_rank = _slot(record)
         sequence, is_own = _read(record, engine.engine_id, bare=bare)
         boot_id = record.process.boot_id
-        rows.append(
-            [pp_rank, tp_rank, boot_id, record.generation, sequence, status.asleep, is_own]
-        )
+        rows.append([pp_rank, tp_rank, boot_id, record.generation, sequence, status.asleep, is_own])
         sealed.update(f"{pp_rank}.0.{tp_rank}|{boot_id}|".encode() + status.record_digest)
     return {
         "engine": engine.engine_id,

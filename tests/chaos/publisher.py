@@ -8,6 +8,7 @@ new starts, seals, drains and evicts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ class Surroundings:
     """What a process looks up for its publishers, several times a second."""
 
     phase: str = RUN
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the phase is no longer `run`."""
     generations: dict[str, str] = field(default_factory=dict)
     set_generation: Callable[[str, str], None] = lambda engine_id, token: None
 
@@ -467,6 +470,6 @@ class Publisher:
 
     async def _wait(self, least_s: float, most_s: float) -> None:
         """Waits, unless the publishers are to be quiet."""
-        until_s = asyncio.get_running_loop().time() + self._rng.uniform(least_s, most_s)
-        while asyncio.get_running_loop().time() < until_s and self._around.phase == RUN:
-            await asyncio.sleep(_TURN_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._rng.uniform(least_s, most_s)):
+                await self._around.quiet.wait()

@@ -1,4 +1,7 @@
-"""A process of publishers: `python -m tests.chaos.publishing FOLDER PROCESS LIFE SEED ENDPOINTS`."""
+"""A process of publishers.
+
+`python -m tests.chaos.publishing FOLDER PROCESS LIFE SEED ENDPOINTS`
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from pathlib import Path
 
 import rankbook
 
-from .cast import Scale, publishers
+from .cast import publishers
 from .journal import Journal
 from .publisher import Publisher, Surroundings
-from .stage import STOP, Stage
+from .stage import RUN, STOP, Stage
 
 _LOOK_S = 0.1
 
@@ -20,6 +23,8 @@ _LOOK_S = 0.1
 async def _look(stage: Stage, around: Surroundings, engine_ids: set[str]) -> None:
     while around.phase != STOP:
         around.phase = stage.phase()
+        if around.phase != RUN:
+            around.quiet.set()
         for engine_id in engine_ids:
             around.generations[engine_id] = stage.generation(engine_id)
         await asyncio.sleep(_LOOK_S)
@@ -31,7 +36,7 @@ async def main(folder: Path, process: int, life: int, seed: int, endpoints: list
     journal = Journal(stage.journals / f"publishers-{process}.{life}.jsonl")
     journal.note("life", life=life)
     around = Surroundings(set_generation=stage.set_generation)
-    plans = [plan for plan in publishers(Scale()) if plan.process == process]
+    plans = [plan for plan in publishers(stage.scale) if plan.process == process]
     # Each prefers another server.
     orders = [endpoints[n:] + endpoints[:n] for n in range(len(endpoints))]
     clients = [rankbook.AsyncClient(order) for order in orders]

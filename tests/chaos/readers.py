@@ -1,9 +1,9 @@
 """Readers of the book: each follows it in another way and notes all it is shown.
 
-    RawWatcher     the wire's own Watch, at changing servers, resumed by hand
-    ClientWatcher  `AsyncClient.watch`
-    ViewWatcher    `TopologyView`, in threads
-    Querier        GetTopology at changing servers, never older than it has seen
+RawWatcher     the wire's own Watch, at changing servers, resumed by hand
+ClientWatcher  `AsyncClient.watch`
+ViewWatcher    `TopologyView`, in threads
+Querier        GetTopology at changing servers, never older than it has seen
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ class RawWatcher:
         self._endpoints = endpoints
         self._notes = notes
         self._rng = rng
-        self._filter = v1.EngineFilter(
-            group=group, states=[v1.STATE_READY] if ready_only else []
-        )
+        self._filter = v1.EngineFilter(group=group, states=[v1.STATE_READY] if ready_only else [])
         self._bare = bare
         self._heads: dict[str, v1.Engine] = {}
         self._cells: dict[str, dict[tuple[int, int], tuple[v1.WorkerRecord, v1.WorkerStatus]]] = {}

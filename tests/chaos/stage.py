@@ -7,8 +7,12 @@ tells its own workers.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from pathlib import Path
+
+from .cast import Scale
 
 __all__ = ["QUIET", "REPORT", "RUN", "STOP", "Stage"]
 
@@ -49,6 +53,15 @@ class Stage:
     def set_generation(self, engine_id: str, token: str) -> None:
         """Makes a start known."""
         self._write(f"{engine_id}.generation", token)
+
+    @property
+    def scale(self) -> Scale:
+        """How many there are of each; written before anything starts."""
+        return Scale(**json.loads(self._read("scale") or "{}"))
+
+    def set_scale(self, scale: Scale) -> None:
+        """Decides how many there are."""
+        self._write("scale", json.dumps(dataclasses.asdict(scale)))
 
     def _read(self, name: str) -> str:
         try:

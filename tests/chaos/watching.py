@@ -1,4 +1,7 @@
-"""A process of readers: `python -m tests.chaos.watching FOLDER PROCESS LIFE SEED ENDPOINTS`."""
+"""A process of readers.
+
+`python -m tests.chaos.watching FOLDER PROCESS LIFE SEED ENDPOINTS`
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ async def main(folder: Path, process: int, life: int, seed: int, endpoints: list
     clients: list[rankbook.AsyncClient] = []
     with contextlib.ExitStack() as closing:
         readers = _readers(
-            Scale(), process, life, endpoints, Notes(journal), rng, closing, clients
+            stage.scale, process, life, endpoints, Notes(journal), rng, closing, clients
         )
         tasks = [asyncio.create_task(reader.run()) for reader in readers]
         has_reported = False
