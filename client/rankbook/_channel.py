@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankbook import limits
 from rankbook._retry import RetryPolicy
+from rankbook._serving import serve
 from rankbook.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ CONNECT_TIMEOUT_S = 2.0
 """Longest wait for one endpoint to answer a new connection. gRPC's minimum
 reconnect backoff is also its connect timeout: 100 ms failed on a loaded
 machine, 2 s did not."""
+_MAX_SOCKET_PATH = 107
+# What Linux takes, less the zero at the end.
 MAX_RECEIVE_BYTES = limits.MAX_MESSAGE_BYTES
 
 _OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -61,12 +64,21 @@ class Endpoint:
     """One address of the registry."""
 
     host: str
-    """Host name or IP literal, without brackets."""
+    """Host name or IP literal, without brackets; or `unix:` and a path."""
     port: int
-    """TCP port, 1 to 65,535."""
+    """TCP port, 1 to 65,535; zero for a socket file and for a store."""
+    store: str = ""
+    """URL of a store that this process serves itself from, in place of a host."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is reached by a file on this machine, which TLS says nothing of."""
+        return not self.port
 
     def __str__(self) -> str:
-        """`host:port`, an IPv6 literal in brackets."""
+        """`host:port`, an IPv6 literal in brackets; `unix:PATH`; or the store's URL."""
+        if self.is_local:
+            return self.store or self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -78,7 +90,7 @@ def _bad_endpoint(text: str, rule: str) -> BadRequest:
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Reads `host`, `host:port`, `[v6]:port`, `[v6]` or a bare IPv6 literal.
+    """Reads `host`, `host:port`, `[v6]:port`, `[v6]`, a bare IPv6 literal or `unix:PATH`.
 
     Without a port it is 7420.
 
@@ -86,6 +98,12 @@ def parse_endpoint(text: str) -> Endpoint:
         BadRequest: It is none of these.
     """
     given = text.strip()
+    if given.startswith("unix:"):
+        path = given.removeprefix("unix:")
+        if not path.startswith("/") or len(path.encode()) > _MAX_SOCKET_PATH:
+            rule = f"unix: is followed by an absolute path of at most {_MAX_SOCKET_PATH} bytes"
+            raise _bad_endpoint(text, rule)
+        return Endpoint(given, 0)
     if "://" in given or "/" in given:
         raise _bad_endpoint(text, "host:port without a scheme or a path")
     host, port_text = given, ""
@@ -122,10 +140,15 @@ def _check_v6(host: str, text: str) -> None:
 def parse_endpoints(given: str | Sequence[str]) -> tuple[Endpoint, ...]:
     """Reads one or several endpoints, also separated by commas; order kept, each once.
 
+    An `etcd:` URL stands alone; it has commas of its own.
+
     Raises:
         BadRequest: There is none, or one is malformed.
     """
     texts = [given] if isinstance(given, str) else list(given)
+    if texts and texts[0].strip().startswith("etcd:"):
+        # Whoever cut a list at its commas has cut this too.
+        return (Endpoint("", 0, ",".join(text.strip() for text in texts)),)
     parts = [part for text in texts for part in text.split(",") if part.strip()]
     if not parts:
         raise _bad_endpoint(str(given), "at least one endpoint is needed")
@@ -242,13 +265,13 @@ class Settings:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
         return options
 
-    def credentials(self) -> grpc.ChannelCredentials | None:
+    def credentials(self, endpoint: Endpoint) -> grpc.ChannelCredentials | None:
         """Credentials read from the files now; None without TLS.
 
         Raises:
             BadRequest: A file cannot be read.
         """
-        if self.tls is None:
+        if self.tls is None or endpoint.is_local:
             return None
         import grpc
 
@@ -260,7 +283,16 @@ class Settings:
 
 
 def target(endpoint: Endpoint) -> str:
-    """What gRPC calls the endpoint."""
+    """What gRPC calls the endpoint; a store is served from here on.
+
+    Raises:
+        BadRequest: The store's URL is malformed.
+        Unavailable: The part of rankbook that serves a store is not installed.
+    """
+    if endpoint.store:
+        return serve(endpoint.store)
+    if endpoint.is_local:
+        return endpoint.host
     try:
         version = ipaddress.ip_address(endpoint.host).version
     except ValueError:

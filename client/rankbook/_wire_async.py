@@ -36,7 +36,7 @@ T = TypeVar("T")
 def _open_channel(settings: Settings, endpoint: Endpoint) -> grpc.aio.Channel:
     import grpc.aio
 
-    credentials = settings.credentials()
+    credentials = settings.credentials(endpoint)
     if credentials is None:
         return grpc.aio.insecure_channel(target(endpoint), options=settings.options())
     return grpc.aio.secure_channel(target(endpoint), credentials, options=settings.options())

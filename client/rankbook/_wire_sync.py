@@ -38,7 +38,7 @@ T = TypeVar("T")
 def _open_channel(settings: Settings, endpoint: Endpoint) -> grpc.Channel:
     import grpc
 
-    credentials = settings.credentials()
+    credentials = settings.credentials(endpoint)
     if credentials is None:
         return grpc.insecure_channel(target(endpoint), options=settings.options())
     return grpc.secure_channel(target(endpoint), credentials, options=settings.options())

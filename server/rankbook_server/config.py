@@ -37,10 +37,12 @@ class Listen:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach it."""
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return self.host in ("localhost", "::1") or self.host.startswith(("127.", "unix:"))
 
     def with_port(self, port: int) -> str:
-        """HOST:PORT with another port; an IPv6 literal in brackets."""
+        """HOST:PORT with another port; an IPv6 literal in brackets; a socket file as it is."""
+        if self.host.startswith("unix:"):
+            return self.host
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
     def __str__(self) -> str:
@@ -49,11 +51,13 @@ class Listen:
 
 
 def parse_listen(value: str) -> Listen:
-    """Reads HOST:PORT.
+    """Reads HOST:PORT or unix:PATH.
 
     Raises:
         ValueError: It is not of that form.
     """
+    if value.startswith("unix:/"):
+        return Listen(value, 0)
     host, colon, port = value.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdigit() or int(port) > 65_535:
@@ -68,15 +72,18 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
-    listen: str = Field("127.0.0.1:7420", description="HOST:PORT for gRPC; port 0 takes a free one")
+    listen: str = Field(
+        "127.0.0.1:7420",
+        description="HOST:PORT for gRPC; port 0 takes a free one; or unix:PATH, a socket file",
+    )
     http: str = Field(
         "127.0.0.1:7421",
         description="HOST:PORT for /healthz, /livez, /readyz and /metrics; 'off' for none",
     )
     store: str = Field(
         "sqlite:",
-        description="where the book is kept: sqlite:PATH, sqlite: (your state folder), or memory: "
-        "(lost at the end)",
+        description="where the book is kept: sqlite:PATH, sqlite: (your state folder), memory: "
+        "(lost at the end), or etcd:HOST:PORT,...[/PREFIX], which any number of servers may share",
     )
     ready_file: Path | None = Field(
         None,

@@ -70,6 +70,9 @@ class RegistryLimits:
     """How late a tick may be before this process counts as stalled."""
     sweep_s: float = 10.0
     """How often what may be forgotten is looked for."""
+    spread_s: float = 0.0
+    """How much later than it is due upkeep is done: where very many share a
+    store, each by another time, so that the first spares the others the work."""
 
 
 class Registry:
@@ -115,7 +118,7 @@ class Registry:
         self._retry_s = 0.0
         self._retries = 0
         self._recovering = False
-        self._trouble = ""
+        self._trouble = "it has not answered yet"
         self._closing = False
         self.boot_id = clock.new_id()
         """Names this life of the server."""
@@ -161,6 +164,8 @@ class Registry:
         ]
         if self._follower is not None:
             self._tasks += self._follower.start()
+        if not self.available:
+            self._recover_soon()
 
     async def close(self) -> None:
         """Lets the running wave finish, fails what is still queued, closes the store."""
@@ -484,6 +489,7 @@ class Registry:
             self.on_replaced()
         elif not replica.is_loaded:
             await replica.load(store)
+            return
         assert self._follower is not None
         await self._follower.catch_up()
         if self._refusals:
@@ -514,13 +520,16 @@ class Registry:
                 self.lost(self._follower.trouble)
             if not self.available:
                 if now.mono_s >= self._retry_s and not self._recovering:
-                    self._retry_s = now.mono_s + _RETRY_S[min(self._retries, len(_RETRY_S) - 1)]
-                    self._retries += 1
-                    self._recovering = True
-                    # The timer goes on: one that waits would look like a stall.
-                    self._recovery = asyncio.create_task(self._recover(), name="registry-recovery")
+                    self._recover_soon()
                 continue
             self._housekeep(now)
+
+    def _recover_soon(self) -> None:
+        self._retry_s = self._clock.mono() + _RETRY_S[min(self._retries, len(_RETRY_S) - 1)]
+        self._retries += 1
+        self._recovering = True
+        # The timer goes on meanwhile: one that waits would look like a stall.
+        self._recovery = asyncio.create_task(self._recover(), name="registry-recovery")
 
     def _housekeep(self, now: Instant) -> None:
         queued = {(c.namespace, c.name) for c in self._queue if c.step is not None}
@@ -532,7 +541,7 @@ class Registry:
         for book in self._books.all():
             deadline = book.next_deadline()
             due: list[tuple[str, Step]] = []
-            if deadline is not None and deadline <= now.mono_s:
+            if deadline is not None and deadline + self._limits.spread_s <= now.mono_s:
                 due.append(("expire", Book.expire))
             if sweeps:
                 due.append(("sweep", Book.sweep))

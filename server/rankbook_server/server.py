@@ -16,7 +16,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rankbook.errors import BadRequest, Unavailable
+from rankbook.errors import BadRequest
 from rankbook.limits import MAX_MESSAGE_BYTES
 from rankbook_server.clock import Clock
 from rankbook_server.config import Listen, Settings, parse_listen
@@ -61,12 +61,13 @@ class ListenError(Exception):
 class Server:
     """rankbookd in one object. For one event loop; `start`, then `stop`."""
 
-    def __init__(self, settings: Settings, clock: Clock) -> None:
+    def __init__(self, settings: Settings, clock: Clock, *, spread_s: float = 0.0) -> None:
         """Builds every part and opens nothing.
 
         Args:
             settings: All settings.
             clock: Time and ids.
+            spread_s: Upkeep is done so much later than it is due, in seconds.
 
         Raises:
             BadRequest: The store's URL means no store.
@@ -83,6 +84,7 @@ class Server:
             ),
             max_namespaces=settings.max_namespaces,
             sweep_s=min(10.0, max(settings.tombstone_ttl / 4, 0.25)),
+            spread_s=spread_s,
         )
         self.registry = Registry(
             store, clock, limits, contain=lambda call: boundary(call, clock.new_id)
@@ -131,7 +133,8 @@ class Server:
         """
         web_socket = self._bind_web()
         try:
-            await self._open_book()
+            if not self.registry.is_shared:
+                await self.registry.open()
             self._grpc = self._build_grpc()
             port = self._bind_grpc(self._grpc)
         except BaseException:
@@ -140,6 +143,11 @@ class Server:
             await self.registry.close()
             raise
         self.grpc_address = self._listen.with_port(port)
+        self.registry.on_available = self._tell_health
+        await self._grpc.start()
+        self._serving = True
+        # A store that others keep running may be away for now: it is opened, and
+        # looked for, while calls are refused with the reason.
         self.registry.start()
         self._tasks = [
             *self.registry.tasks,
@@ -147,9 +155,6 @@ class Server:
         ]
         if web_socket is not None:
             self._start_web(web_socket)
-        self.registry.on_available = self._tell_health
-        await self._grpc.start()
-        self._serving = True
         await self._set_health(available=self.registry.available)
         if self.registry.available:
             try:
@@ -157,19 +162,6 @@ class Server:
             except BadRequest:
                 await self.stop()
                 raise
-
-    async def _open_book(self) -> None:
-        """Opens the store; one that others keep running may be away for now."""
-        try:
-            await self.registry.open()
-        except Unavailable as error:
-            if not self.registry.is_shared:
-                raise
-            self._log.warning(
-                "the store is away: not serving until it answers; looking for it all the time",
-                store=self.registry.store_description,
-                error=error.message,
-            )
 
     def _say_serving(self) -> None:
         """Tells the log and the ready file, once."""
@@ -262,7 +254,7 @@ class Server:
 
     def _try_to_bind(self) -> None:
         # gRPC does not say why it cannot bind, and its core writes a line of its own.
-        if not self._listen.port:
+        if not self._listen.port or self._listen.host.startswith("unix:"):
             return
         from rankbook_server.http.web import WebServer
 

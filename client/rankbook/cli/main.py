@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import click
 from rankbook.cli import (
     doctor,
     engines,
+    moving,
     operate,
     plan,
     register,
@@ -76,6 +78,8 @@ for _command in (
     operate.drain,
     operate.evict,
     doctor.doctor,
+    moving.export,
+    moving.import_,
     status.status,
     status.config,
     status.completion,
@@ -99,6 +103,9 @@ def run(arguments: Sequence[str]) -> int:
         The exit code.
     """
     invocation = Invocation()
+    for name in ("registry", "server", "audit"):
+        # A server inside this process, over a store: what fails is said as the error.
+        logging.getLogger(f"rankbook.{name}").addHandler(logging.NullHandler())
     try:
         code = cli.main(
             args=list(arguments), prog_name="rankbook", standalone_mode=False, obj=invocation

@@ -126,9 +126,12 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
             found[setting.name] = Value(setting, environ[setting.variable], origin)
         else:
             found[setting.name] = Value(setting, setting.default, "default")
-    endpoints = tuple(part.strip() for part in found["server"].value.split(",") if part.strip())
+    server = found["server"].value.strip()
+    # The URL of a store has commas of its own.
+    parts = [server] if server.startswith("etcd:") else server.split(",")
+    endpoints = tuple(part.strip() for part in parts if part.strip())
     if not endpoints:
-        raise _wrong(found["server"], "HOST:PORT, or several with commas")
+        raise _wrong(found["server"], "HOST:PORT, several with commas, or etcd:HOST:PORT,...")
     if found["output"].value not in FORMS:
         raise _wrong(found["output"], "table, wide or json")
     try:

@@ -102,4 +102,30 @@ def test_a_certificate_comes_with_its_key():
 def test_a_tls_file_that_is_missing_is_named(tmp_path):
     missing = tmp_path / "ca.pem"
     with pytest.raises(BadRequest, match=r"ca\.pem"):
-        settings(tls=TLS(ca_file=missing)).credentials()
+        settings(tls=TLS(ca_file=missing)).credentials(Endpoint("host", 1))
+
+
+def test_a_socket_file_is_an_endpoint_of_this_machine_that_tls_says_nothing_of():
+    endpoint = parse_endpoint("unix:/run/rankbook.sock")
+    assert str(endpoint) == target(endpoint) == "unix:/run/rankbook.sock"
+    assert settings(tls=TLS(ca_file="never-read.pem")).credentials(endpoint) is None
+
+
+@pytest.mark.parametrize("text", ["unix:", "unix:run/book", "unix:/" + "x" * 107])
+def test_a_socket_path_is_absolute_and_fits(text):
+    with pytest.raises(BadRequest, match="absolute path of at most 107 bytes"):
+        parse_endpoint(text)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "etcd:10.0.0.1:2379,10.0.0.2:2379/prod",
+        ["etcd:10.0.0.1:2379", "10.0.0.2:2379/prod"],
+        [" etcd:10.0.0.1:2379,10.0.0.2:2379/prod "],
+    ],
+)
+def test_a_store_is_one_endpoint_whoever_cut_it_at_its_commas(given):
+    (endpoint,) = parse_endpoints(given)
+    assert str(endpoint) == "etcd:10.0.0.1:2379,10.0.0.2:2379/prod"
+    assert endpoint.is_local
