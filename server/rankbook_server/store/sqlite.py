@@ -123,6 +123,11 @@ class SqliteStore:
         return self._book_id
 
     @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    @property
     def description(self) -> str:
         """See `Store`."""
         return f"sqlite:{self._path}{'?sync=full' if self._full else ''}"
