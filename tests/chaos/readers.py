@@ -154,8 +154,10 @@ class RawWatcher:
         name = engine.engine_id
         self._unconfirmed.discard(name)
         if event.type == v1.EVENT_TYPE_REMOVED:
+            # A filter may take out what never was in.
+            kind = "removed" if name in self._heads else "absent"
             self._forget(name)
-            return [name, "removed", engine.revision, ""]
+            return [name, kind, engine.revision, ""]
         whole = event.type == v1.EVENT_TYPE_ADDED or event.replace
         known = self._heads.get(name)
         if not whole and (known is None or known.generation != engine.generation):
