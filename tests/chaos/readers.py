@@ -19,7 +19,7 @@ import grpc.aio
 
 import rankbook
 from rankbook import v1
-from rankbook.model import EngineFilter, EventType, Requirement, State, WatchEvent
+from rankbook.model import EngineFilter, EventType, Requirement, WatchEvent
 from rankbook.v1 import registry_pb2_grpc
 
 from .cast import EnginePlan
@@ -34,6 +34,10 @@ _CHANNEL = (
     ("grpc.max_receive_message_length", 16 << 20),
 )
 _RETRY_S = 0.3
+
+
+class _BaselessError(Exception):
+    """A part of an engine was told that this reader does not have."""
 
 
 class Notes:
@@ -101,6 +105,8 @@ class RawWatcher:
                     await self._watch(number)
             except TimeoutError:
                 pass
+            except _BaselessError:
+                self._revision, self._book_id = 0, ""
             except grpc.RpcError as error:
                 self._notes.journal.note(
                     "broken", reader=self.name, server=number, code=str(_code(error))
@@ -130,7 +136,7 @@ class RawWatcher:
     def _take(self, response: v1.WatchResponse, number: int) -> None:
         if response.reset:
             self._unconfirmed = set(self._heads)
-        events = [shown for event in response.events if (shown := self._fold(event)) is not None]
+        events = [self._fold(event) for event in response.events]
         if response.synced:
             self._revision, self._book_id = response.book_revision, response.book_id
             for engine_id in sorted(self._unconfirmed):
@@ -149,7 +155,7 @@ class RawWatcher:
             events=events,
         )
 
-    def _fold(self, event: v1.WatchEvent) -> list[Any] | None:
+    def _fold(self, event: v1.WatchEvent) -> list[Any]:
         engine = event.engine
         name = engine.engine_id
         self._unconfirmed.discard(name)
@@ -169,7 +175,7 @@ class RawWatcher:
                 gen=engine.generation,
                 known="" if known is None else known.generation,
             )
-            return None
+            raise _BaselessError
         cells = {} if whole else self._cells[name]
         for record, status in zip(event.workers, event.statuses, strict=True):
             cells[record.slot.pp_rank, record.slot.tp_rank] = (record, status)
@@ -370,8 +376,3 @@ class Querier:
 
     def end(self) -> None:
         """Has nothing of its own to note."""
-
-
-def is_shown(state: State) -> bool:
-    """Whether a watcher has an engine of this state."""
-    return state is not State.GONE

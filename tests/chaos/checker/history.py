@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..journal import Line
+from tests.chaos.journal import Line
 
 __all__ = ["Call", "History", "Shown", "Violation", "read_history"]
 

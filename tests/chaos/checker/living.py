@@ -200,7 +200,7 @@ def _is_kept(
         why = leases.why[named.reply["lease"]]
         yield Violation(
             "acknowledged and lost" if row is None else "one holder a slot",
-            f"{where} shows {held} in {slot}, which {boot_id} holds for {until_s - shown.first_s:.2f}"
-            " s more",
+            f"{where} shows {held} in {slot}, which {boot_id} holds for "
+            f"{until_s - shown.first_s:.2f} s more",
             (named.line, named.done, why.line, why.done, content),
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 
-from ..journal import Line
+from tests.chaos.journal import Line
+
 from .history import History, Violation
 
 __all__ = [
