@@ -235,6 +235,8 @@ class EtcdNode:
         """Freezes it: connections stay, nothing is answered."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        # Its threads stop one by one.
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         """Lets it run on."""

@@ -288,8 +288,17 @@ class EtcdClient:
         failed = 0
         while True:
             member, token = self.member, self._token
+            if self._closed:
+                raise closed(member.endpoint)
             try:
                 return await attempt(member)
+            except grpc.aio.UsageError:
+                raise closed(member.endpoint) from None
+            except asyncio.CancelledError:
+                instead = self.cancelled(member)
+                if instead is None:
+                    raise
+                raise instead from None
             except EtcdError as error:
                 if error.what is What.TOKEN and self._login and not logged_in:
                     logged_in = True
@@ -303,13 +312,18 @@ class EtcdClient:
                     raise
                 if failed < len(self.members):
                     continue
-                if self._clock() + _PAUSE_S >= ends:
+                # Certificates do not mend themselves.
+                if error.what is What.TLS or self._clock() + _PAUSE_S >= ends:
                     raise
                 if failed % len(self.members) == 0:
                     await asyncio.sleep(_PAUSE_S)
 
-    async def pulse(self, member: Member, key: bytes) -> None:
+    async def pulse(self, member: Member, key: bytes = b"\0") -> None:
         """Asks one member for a sign of life, from its own memory.
+
+        Args:
+            member: Which.
+            key: One that may be read, or etcd logs that it may not.
 
         Raises:
             EtcdError: There was none. A refusal is a sign.
@@ -319,6 +333,8 @@ class EtcdClient:
             await self._once(
                 member, "/etcdserverpb.KV/Range", request, pb.RangeResponse, await self.metadata()
             )
+        except grpc.aio.UsageError:
+            raise closed(member.endpoint) from None
         except EtcdError as error:
             if error.elsewhere:
                 self.rotate(member)
@@ -392,8 +408,6 @@ class EtcdClient:
         reply: type[Reply],
         metadata: Iterable[tuple[str, str]],
     ) -> Reply:
-        if self._closed:
-            raise closed(member.endpoint)
         try:
             await member.connect()
             answer: Reply = await member.unary(path, reply)(
@@ -401,13 +415,6 @@ class EtcdClient:
             )
         except grpc.aio.AioRpcError as error:
             raise self.lost(member, error) from None
-        except asyncio.CancelledError:
-            instead = self.cancelled(member)
-            if instead is None:
-                raise
-            raise instead from None
-        except grpc.aio.UsageError:
-            raise closed(member.endpoint) from None
         return answer
 
 

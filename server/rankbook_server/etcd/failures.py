@@ -27,6 +27,8 @@ class What(enum.Enum):
 
     UNREACHABLE = enum.auto()
     """There was no connection, or it broke."""
+    ENDED = enum.auto()
+    """A stream ended, and gRPC does not tell why."""
     NO_ANSWER = enum.auto()
     """The deadline passed."""
     NO_LEADER = enum.auto()
@@ -109,14 +111,18 @@ _QUORUM = (
 _LOGIN = "check user= and the password that the store's URL names"
 _GRANT = "grant the user's role READWRITE on all keys below the store's prefix and a slash"
 _ROOM = "compact and defragment it, then `etcdctl alarm disarm`; nothing can be written until then"
-_CERTIFICATES = "check ca=, cert= and key= of the store's URL, and the names in etcd's certificate"
+_CERTIFICATES = (
+    "check that etcd serves TLS, ca=, cert= and key= of the store's URL, and the names in etcd's "
+    "certificate"
+)
 _BOUND = "raise etcd's --max-request-bytes to its default of 1572864 at least"
 
 # Searched from the top. `unknown` is False only where etcd, or gRPC, says so
 # before it hands anything to Raft.
 _ROWS = (
     _Row(
-        ("handshake failed", "security handshaker", "certificate"),
+        # gRPC names its own parts where a peer breaks off: TSI is its TLS.
+        ("handshake", "tsi_", "certificate"),
         What.TLS,
         "does not agree with us on TLS",
         _CERTIFICATES,
@@ -127,6 +133,15 @@ _ROWS = (
         What.UNREACHABLE,
         "cannot be reached",
         _LOOK,
+        elsewhere=True,
+    ),
+    _Row(
+        # A write on a stream that the other side ended hides how it did.
+        ("internal error from core", "the stream ended"),
+        What.ENDED,
+        "broke off",
+        _LOOK,
+        unknown=True,
         elsewhere=True,
     ),
     _Row(("etcdserver: no leader",), What.NO_LEADER, "has no leader", _QUORUM, elsewhere=True),

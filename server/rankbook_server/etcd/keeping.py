@@ -11,7 +11,7 @@ import grpc.aio
 
 from rankbook_server.etcd import etcd_pb2 as pb
 from rankbook_server.etcd.client import EtcdClient, Member
-from rankbook_server.etcd.failures import EtcdError, no_answer, stream_ended
+from rankbook_server.etcd.failures import EtcdError, What, no_answer, stream_ended
 
 __all__ = ["LeaseKeeper"]
 
@@ -141,11 +141,14 @@ class LeaseKeeper:
                 stream = await self._open(member)
                 try:
                     return await stream.renew(leases)
-                except EtcdError:
+                except EtcdError as error:
                     if stream is self._stream:
                         self._stream = None
                     await stream.close()
                     if stream.member is member:
+                        if error.what is What.ENDED:
+                            # A request is told why.
+                            await self._client.pulse(member)
                         raise
                     # It was open since before that member's turn, which comes now.
 

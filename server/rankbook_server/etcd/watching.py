@@ -140,20 +140,21 @@ class EtcdWatch:
         metadata = await self._client.metadata()
         await member.connect()
         self._stream = member.stream(_PATH, pb.WatchResponse)(metadata=metadata)
-        # Room for a request; nothing is lost where the stream broke already.
         try:
             async with asyncio.timeout(self._client.timeout_s):
-                await self._stream.write(pb.WatchRequest(create=self._create))
+                # Where it has ended already, the read says how.
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await self._stream.write(pb.WatchRequest(create=self._create))
                 response = await self._read()
                 while not response.created:
                     response = await self._read()
         except TimeoutError:
             raise no_answer(member.endpoint, self._client.timeout_s) from None
-        except asyncio.InvalidStateError:
-            # It ended before the write; the read says how.
-            response = await self._read()
-        except grpc.aio.AioRpcError as error:
-            raise self._client.lost(member, error) from None
+        except EtcdError as error:
+            if error.what is What.ENDED:
+                # A request is told why.
+                await self._client.pulse(member, self._key)
+            raise
         if response.canceled:
             raise self._ended(response)
 
