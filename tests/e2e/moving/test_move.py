@@ -163,7 +163,9 @@ def test_engines_workers_and_epochs_come_along(stores, rankbookd, registration, 
             assert client.begin_generation("gone", "g9") == 2
             assert client.begin_generation(ENGINE, "g3") == 3
         made.eventually(
-            lambda: view.get(ENGINE).book_id == brought["book_id"], 20, "the view is of the new book"
+            lambda: view.get(ENGINE).book_id == brought["book_id"],
+            20,
+            "the view is of the new book",
         )
         assert view.get(ENGINE).engine.state is State.READY
         told = [events.get() for _ in range(events.qsize())]
@@ -236,9 +238,7 @@ def test_what_is_wrong_is_said_before_anything_is_made(tmp_path: Path):
     assert not target.exists()
 
 
-def test_a_reader_that_leaves_is_an_error_and_a_file_that_fails_is_none(
-    rankbookd, made, tmp_path
-):
+def test_a_reader_that_leaves_is_an_error_and_a_file_that_fails_is_none(rankbookd, made, tmp_path):
     source = f"sqlite:{tmp_path}/a.db"
     server = rankbookd(store=source)
     with rankbook.Client(server.grpc) as client:
