@@ -349,6 +349,7 @@ class EtcdStore:
                             if ops is None:
                                 continue
                             follower.waits = False
+                            life.moved.set()
                             yield Commit(change.revision, ops)
                             follower.waits = True
                         life.moved.set()
