@@ -32,7 +32,6 @@ from google.protobuf.message import DecodeError
 from rankbook import v1
 from rankbook.errors import RankbookError
 from rankbook.limits import check_id, check_namespace
-from rankbook_server.core.engine import EngineState
 from rankbook_server.core.fold import BookFold
 from rankbook_server.core.keys import Key, namespace_key, parse_key, worker_key
 from rankbook_server.core.ops import Entry, Op, Put
@@ -171,8 +170,7 @@ def rebased(content: Content, began: int, floors: Mapping[str, int]) -> list[Put
         elif isinstance(stored, v1.StoredWorker):
             assert engine is not None
             revision = stored.change_revision or entry.revision
-            newest = revision == engine.revision and _counts(engine, stored)
-            stored.change_revision = 0 if newest else began
+            stored.change_revision = 0 if revision == engine.revision else began
         puts.append((revision, Put(entry.key, stored.SerializeToString())))
     # Python's sort is stable: what changed at once stays in order of its keys.
     puts.sort(key=lambda one: one[0])
@@ -180,11 +178,6 @@ def rebased(content: Content, began: int, floors: Mapping[str, int]) -> list[Put
         *(_facts(name, floors[name], began) for name in sorted(floors) if name not in told),
         *(put for _, put in puts),
     ]
-
-
-def _counts(engine: EngineState, stored: v1.StoredWorker) -> bool:
-    """Whether a slot is of its engine's current start."""
-    return stored.epoch == engine.head.epoch and not engine.head.evicted
 
 
 def _facts(namespace: str, floor: int, horizon: int) -> Put:

@@ -116,8 +116,7 @@ def test_every_revision_is_one_that_the_new_book_has_given_out(in_one: int) -> N
     for engine_id in other.book.engine_ids():
         engine = other.engine(engine_id)
         assert {engine.revision, engine.start_revision} <= given
-        assert BEGAN <= engine.start_revision <= engine.revision <= other.revision
-        assert engine.revision > BEGAN
+        assert engine.start_revision == BEGAN < engine.revision <= other.revision
         for view in other.book.workers(engine_id):
             assert view.revision in given
             assert view.revision <= engine.revision
@@ -217,6 +216,8 @@ def test_floors_and_horizons_of_dropped_tombstones_come_along() -> None:
     assert other.book.epoch_floor == floor
     # Whoever watched that book before the import gets the full state.
     assert other.book.horizon_revision == BEGAN
+    assert taken_in(desk, {"default": floor - 1}).book.epoch_floor == floor
+    assert taken_in(desk, {"default": floor + 1}).book.epoch_floor == floor + 1
 
 
 def test_epochs_that_the_overwritten_book_gave_out_are_not_given_again() -> None:
