@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rankbook import v1
-from rankbook.errors import Overloaded, Reason
+from rankbook.errors import Overloaded, Reason, Unavailable
 from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
 from rankbook_server.core.decision import Instant
 from rankbook_server.core.fold import BookLimits
+from rankbook_server.core.keys import STORED_VERSION, Unreadable
 from rankbook_server.core.ops import Put
 from rankbook_server.moving.mark import check_whole
 from rankbook_server.store.base import Snapshot
@@ -19,6 +20,15 @@ __all__ = ["Books"]
 _REMEMBERED = 64
 """Names that are remembered of namespaces with nothing in them, for each one that
 may have something: some 10 MB at the default bound."""
+
+
+def _unreadable(error: Unreadable, store: str) -> Unavailable:
+    """What a server says of a book that it cannot read."""
+    return Unavailable(
+        f"the book {store} cannot be read: {error}: run the rankbookd that wrote it or a newer one",
+        reason=Reason.STORE_UNAVAILABLE,
+        metadata={"store": store},
+    )
 
 
 class Books:
@@ -101,18 +111,23 @@ class Books:
             By namespace, every engine that was held before or is now.
 
         Raises:
-            Unavailable: It holds half an import; nothing was taken.
+            Unavailable: It holds half an import, or what this version cannot
+                read; nothing was taken.
         """
         check_whole(snapshot.entries, store)
-        engines = {namespace: set(book.engines) for namespace, book in self._books.items()}
-        self._books = {}
-        self._emptied = {}
+        books: dict[str, Book] = {}
         for entry in snapshot.entries:
             namespace = entry.key.partition("/")[0]
-            book = self._books.get(namespace)
+            book = books.get(namespace)
             if book is None:
-                book = self._books[namespace] = self._new(namespace)
-            book.apply(Put(entry.key, entry.value), entry.revision)
+                book = books[namespace] = self._new(namespace)
+                book.facts = v1.StoredNamespace(version=STORED_VERSION)
+            try:
+                book.apply(Put(entry.key, entry.value), entry.revision)
+            except Unreadable as error:
+                raise _unreadable(error, store) from None
+        engines = {namespace: set(book.engines) for namespace, book in self._books.items()}
+        self._books, self._emptied = books, {}
         for namespace, book in self._books.items():
             book.link_leases()
             book.take_touched()

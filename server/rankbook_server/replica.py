@@ -16,7 +16,7 @@ import structlog
 from rankbook_server.books import Books
 from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
-from rankbook_server.core.keys import IMPORT_KEY
+from rankbook_server.core.keys import IMPORT_KEY, Unreadable
 from rankbook_server.core.ops import Commit, Op
 from rankbook_server.lease_keys import LeaseKeys
 from rankbook_server.liveness import LivenessNews
@@ -155,7 +155,7 @@ class Replica:
         Returns:
             False where the book must be read anew: an import is under way, or
             the commit comes too late, since somebody writes without asking for
-            the book's last revision.
+            the book's last revision, or this version cannot read what it holds.
         """
         if commit.revision <= self.revision:
             if commit.revision in self._own:
@@ -180,7 +180,11 @@ class Replica:
             self._books.keep(book)
             book.clock_s = self._clock.mono()
             for op in ops:
-                book.apply(op, commit.revision)
+                try:
+                    book.apply(op, commit.revision)
+                except Unreadable as error:
+                    self._log.error("a commit cannot be read", error=str(error))
+                    return False
                 self._keys.folded(book, op)
             touched.append((namespace, book.take_touched()))
         self._moved(commit.revision)

@@ -23,6 +23,7 @@ from rankbook_server.core.keys import (
 from rankbook_server.core.neighbours import Neighbours
 from rankbook_server.core.ops import Op, Put
 from rankbook_server.core.slots import WorkerView
+from rankbook_server.core.stored import read
 
 __all__ = ["CORE", "BookFold", "BookLimits", "LeaseEntry"]
 
@@ -105,7 +106,8 @@ class BookFold:
         """Folds one stored operation in; returns the engine it changed.
 
         Raises:
-            ValueError: The key is not of this layout or of another namespace.
+            Unreadable: The key or the value is none that this version knows.
+            ValueError: The key is of another namespace.
         """
         key = parse_key(op.key)
         if key.namespace != self.namespace:
@@ -113,10 +115,10 @@ class BookFold:
         value = op.value if isinstance(op, Put) else None
         if key.kind == "n":
             if value is not None:
-                self.facts = v1.StoredNamespace.FromString(value)
+                self.facts = read(v1.StoredNamespace, op.key, value)
             return None
         if key.kind == "l":
-            self._fold_lease(key.name, value)
+            self._fold_lease(key.name, value, op.key)
             return None
         engine = self.engines.get(key.name)
         if engine is None:
@@ -125,9 +127,9 @@ class BookFold:
             engine = self.engines[key.name] = EngineState(key.name, self.namespace)
         before = len(engine.live)
         if key.slot is not None:
-            self._fold_worker(engine, key.slot, value, revision)
+            self._fold_worker(engine, key.slot, value, revision, op.key)
         elif value is not None:
-            self._fold_head(engine, v1.StoredEngine.FromString(value), revision)
+            self._fold_head(engine, read(v1.StoredEngine, op.key, value), revision)
         else:
             self._drop_engine(engine)
         if key.name in self.engines:
@@ -165,20 +167,21 @@ class BookFold:
         self._forget(engine.engine_id)
 
     def _fold_worker(
-        self, engine: EngineState, slot: SlotKey, value: bytes | None, revision: int
+        self, engine: EngineState, slot: SlotKey, value: bytes | None, revision: int, key: str
     ) -> None:
+        stored = read(v1.StoredWorker, key, value) if value is not None else None
         if slot in engine.live:
             self._unlist(engine, slot)
-        if value is None:
+        if stored is None:
             engine.drop_worker(slot)
             return
-        state = engine.fold_worker(slot, v1.StoredWorker.FromString(value), revision)
+        state = engine.fold_worker(slot, stored, revision)
         if slot in engine.live:
             self._list(engine, slot)
         elif state.live or state.epoch != engine.head.epoch:
             self.stale.add(engine.engine_id)
 
-    def _fold_lease(self, lease_id: str, value: bytes | None) -> None:
+    def _fold_lease(self, lease_id: str, value: bytes | None, key: str) -> None:
         entry = self.leases.get(lease_id)
         if value is None:
             self.unsaved.discard(lease_id)
@@ -190,7 +193,7 @@ class BookFold:
             while len(self.ended) > _ENDED_KEPT:
                 self.ended.popitem(last=False)
             return
-        stored = v1.StoredLease.FromString(value)
+        stored = read(v1.StoredLease, key, value)
         ttl_s = stored.ttl_millis / 1000
         if entry is None:
             entry = LeaseEntry(lease_id, stored, ttl_s, self.clock_s + ttl_s)

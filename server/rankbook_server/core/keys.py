@@ -9,8 +9,10 @@ from rankbook import v1
 
 __all__ = [
     "IMPORT_KEY",
+    "STORED_VERSION",
     "Key",
     "SlotKey",
+    "Unreadable",
     "engine_key",
     "lease_key",
     "namespace_key",
@@ -26,6 +28,14 @@ IMPORT_KEY = "import"
 
 SlotKey = tuple[int, int, int]
 """(pp_rank, pcp_rank, tp_rank): sorts as the grid does."""
+
+
+STORED_VERSION = 1
+"""Version of the values that this server writes, and the newest it reads."""
+
+
+class Unreadable(ValueError):
+    """A stored key or value that this server cannot read; the message says which."""
 
 
 class Key(NamedTuple):
@@ -76,14 +86,16 @@ def parse_key(key: str) -> Key:
     """Takes a key apart.
 
     Raises:
-        ValueError: It is no key of this layout.
+        Unreadable: It is no key of this layout.
     """
-    namespace, kind, *rest = key.split("/")
+    namespace, _, tail = key.partition("/")
+    kind, *rest = tail.split("/")
     if kind == "n" and not rest:
         return Key(namespace, kind, "", None)
     if kind in ("e", "l") and len(rest) == 1:
         return Key(namespace, kind, rest[0], None)
     if kind == "w" and len(rest) == 2:
-        pp, pcp, tp = rest[1].split(".")
-        return Key(namespace, kind, rest[0], (int(pp), int(pcp), int(tp)))
-    raise ValueError(f"{key!r} is no key of a book")
+        ranks = rest[1].split(".")
+        if len(ranks) == 3 and all(rank.isascii() and rank.isdigit() for rank in ranks):
+            return Key(namespace, kind, rest[0], (int(ranks[0]), int(ranks[1]), int(ranks[2])))
+    raise Unreadable(f"the key {key!r} is none that this rankbookd knows")
