@@ -114,6 +114,15 @@ def test_the_server_without_its_extra_says_what_to_install(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_moving_a_book_without_the_server_says_what_to_install(
+    base: Path, environment: dict[str, str], command: str
+) -> None:
+    done = _run([str(base / "rankbook"), command, "sqlite:a.db"], environment, code=1)
+    assert "pip install 'rankbook[server]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_proxy_without_its_extra_says_what_to_install(
     base: Path, environment: dict[str, str]
 ) -> None:
