@@ -10,7 +10,7 @@ come out the same one after another. Two of them get in each other's way where
     one counts on a lease, or on a lease key, that the other writes
     one ends an engine and the other begins or ends one of that group and DP
         rank: a tombstone is told who took its place
-    both make something new and a bound is near
+    both make something new and there is no room for both
 
 Whatever is in the way of something before it waits for the next wave, and so
 does everything behind it on the same subject: commands on one engine are
@@ -23,7 +23,7 @@ nothing to undo, and its commands can be decided again on a newer state.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -136,7 +136,9 @@ class _Touched:
     leases: set[str] = field(default_factory=set)
     """Keys of leases that are counted on."""
     places: set[tuple[str, ...]] = field(default_factory=set)
-    """Lease keys; groups in which an engine begins or ends; bounds that are near."""
+    """Lease keys; groups in which an engine begins or ends."""
+    new: Counter[str] = field(default_factory=Counter)
+    """How many engines and leases are new."""
     waiting: set[str] = field(default_factory=set)
     """Subjects of commands that were left for the next wave."""
 
@@ -252,6 +254,7 @@ class Wave:
         leases = {f"{namespace}/l/{lease_id}" for lease_id in decision.leases}
         engines, whole = _engines(ops)
         places = set(self._places(ops, touched.book))
+        new = _new(ops, touched.book)
         only_slots = not whole and outcome.command.name in SLOT_WRITES
         in_the_way = (
             not keys.isdisjoint(touched.keys)
@@ -261,6 +264,7 @@ class Wave:
             or not engines.isdisjoint(touched.whole)
             or not (only_slots or engines.isdisjoint(touched.slots))
             or (only_slots and any(self._is_large(touched, name, size) for name in engines))
+            or (bool(new) and self._is_crowded(touched, new))
         )
         if in_the_way:
             return False
@@ -269,6 +273,7 @@ class Wave:
         touched.keys |= keys
         touched.leases |= leases
         touched.places |= places
+        touched.new += new
         if only_slots:
             for name in engines:
                 touched.slots[name] = touched.slots.get(name, 0) + size
@@ -285,8 +290,17 @@ class Wave:
         return touched.book.engines[engine_id].bytes + added + size > MAX_ENGINE_BYTES
 
     @staticmethod
+    def _is_crowded(touched: _Touched, new: Counter[str]) -> bool:
+        """Whether what is new comes over a bound with what this wave makes already."""
+        book, made = touched.book, touched.new
+        engines, leases = len(book.engines) + made["e"], len(book.leases) + made["l"]
+        return bool(
+            (made["e"] and engines + new["e"] > book.limits.max_engines)
+            or (made["l"] and leases + new["l"] > book.limits.max_leases)
+        )
+
+    @staticmethod
     def _places(ops: tuple[Op, ...], book: Book) -> Iterator[tuple[str, ...]]:
-        limits = book.limits
         for op in ops:
             kind, _, name = op.key.partition("/")[2].partition("/")
             if isinstance(op, Delete):
@@ -295,13 +309,9 @@ class Wave:
                 yield ("facts",)
             elif kind == "l" and name not in book.leases:
                 yield ("lease key", v1.StoredLease.FromString(op.value).lease_key)
-                if len(book.leases) + MOST_COMMANDS > limits.max_leases:
-                    yield ("leases",)
             elif kind == "e":
                 head = v1.StoredEngine.FromString(op.value)
                 engine = book.engines.get(name)
-                if engine is None and len(book.engines) + MOST_COMMANDS > limits.max_engines:
-                    yield ("engines",)
                 place = (head.group, str(head.dp_rank))
                 if head.HasField("gone_time"):
                     yield ("end", *place)
@@ -313,6 +323,18 @@ def _is_taken(place: tuple[str, ...], places: set[tuple[str, ...]]) -> bool:
     if place[0] == "begin":
         return ("end", *place[1:]) in places
     return place in places or (place[0] == "end" and ("begin", *place[1:]) in places)
+
+
+def _new(ops: tuple[Op, ...], book: Book) -> Counter[str]:
+    """How many engines ("e") and leases ("l") operations make that are not there."""
+    new: Counter[str] = Counter()
+    for op in ops:
+        kind, _, name = op.key.partition("/")[2].partition("/")
+        if isinstance(op, Put) and (
+            (kind == "e" and name not in book.engines) or (kind == "l" and name not in book.leases)
+        ):
+            new[kind] += 1
+    return new
 
 
 def _engines(ops: tuple[Op, ...]) -> tuple[set[str], bool]:
