@@ -1,0 +1,541 @@
+"""Waves: what is in each other's way, bounds, order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.unit.core.desk import Desk, record, registration
+from tests.unit.server.turns import Ask, Turns, at_once, content, copy, said, serially
+
+from rankbook import v1
+from rankbook.errors import Internal, Reason
+from rankbook_server import wave as wave_module
+from rankbook_server.core import records as records_module
+from rankbook_server.core.book import BookLimits
+from rankbook_server.wave import MOST_COMMANDS
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+# ------------------------------------------------------------------ what is asked
+
+
+def register(
+    *records: v1.WorkerRecord, key: str = "", lease_id: str = "", sequence: int = 1
+) -> Ask:
+    request = registration(*records, key=key, lease_id=lease_id, sequence=sequence)
+    return Ask("register_workers", request)
+
+
+def one(tp: int = 0, engine_id: str = "e_dp0", **kind: object) -> v1.WorkerRecord:
+    """A record of an engine of two workers."""
+    return record(0, tp, engine_id=engine_id, pp_size=1, **kind)  # type: ignore[arg-type]
+
+
+def update(tp: int = 0, payload: bytes = b"other", sequence: int = 2, **kind: object) -> Ask:
+    changed = one(tp, payload=payload, **kind)
+    return Ask("update_worker", v1.UpdateWorkerRequest(record=changed, sequence=sequence))
+
+
+def begin(engine_id: str, generation: str = "g9") -> Ask:
+    request = v1.BeginGenerationRequest(engine_id=engine_id, generation=generation)
+    return Ask("begin_generation", request)
+
+
+def deregister(tp: int = 0, engine_id: str = "e_dp0", sequence: int = 9) -> Ask:
+    request = v1.DeregisterRequest(
+        engine_id=engine_id,
+        generation="g1",
+        boot_id=one(tp, engine_id).process.boot_id,
+        sequence=sequence,
+    )
+    return Ask("deregister", request)
+
+
+def revoke(desk: Desk, key: str) -> Ask:
+    return Ask("revoke_lease", v1.RevokeLeaseRequest(lease_id=desk.book.lease_of_key[key]))
+
+
+def drain(engine_id: str = "e_dp0") -> Ask:
+    return Ask("drain_engine", v1.DrainEngineRequest(engine_id=engine_id))
+
+
+def evict(engine_id: str = "e_dp0") -> Ask:
+    return Ask("evict_engine", v1.EvictEngineRequest(engine_id=engine_id))
+
+
+def seal(desk: Desk, engine_id: str = "e_dp0") -> Ask:
+    return Ask("seal_engine", desk.seal_request(engine_id))
+
+
+def desk_with(*tps: int, engine_id: str = "e_dp0", desk: Desk | None = None) -> Desk:
+    """A desk where some workers of an engine of two have signed in."""
+    desk = desk or Desk()
+    for tp in tps:
+        desk.register(one(tp, engine_id))
+    return desk
+
+
+# -------------------------------------------------- what is in each other's way
+
+Pair = tuple[Desk, Ask, Ask]
+
+
+def two_holders_of_one_slot() -> Pair:
+    desk = desk_with(1)
+    return desk, register(one(0)), register(one(0, boot_id="rival"))
+
+
+def a_slot_and_the_end_of_the_only_other() -> Pair:
+    desk = desk_with(0)
+    return desk, revoke(desk, "e_dp0.g1.0.0"), register(one(1))
+
+
+def the_end_of_the_only_other_and_a_slot() -> Pair:
+    desk, end, slot = a_slot_and_the_end_of_the_only_other()
+    return desk, slot, end
+
+
+def a_slot_and_a_seal_without_it() -> Pair:
+    desk = desk_with(0, 1)
+    return desk, update(0), seal(desk)
+
+
+def a_seal_and_the_lease_that_keeps_a_rank() -> Pair:
+    desk = desk_with(0, 1)
+    return desk, revoke(desk, "e_dp0.g1.0.1"), seal(desk)
+
+
+def a_drain_and_the_end_of_the_last_rank() -> Pair:
+    desk = desk_with(0)
+    return desk, revoke(desk, "e_dp0.g1.0.0"), drain()
+
+
+def a_drain_and_an_eviction() -> Pair:
+    return desk_with(0), drain(), evict()
+
+
+def a_lease_that_ends_and_a_record_that_comes_under_it() -> Pair:
+    desk = desk_with(0, 1)
+    desk.call("deregister", deregister(0).request)
+    lease_id = desk.book.lease_of_key["e_dp0.g1.0.0"]
+    again = register(one(0), lease_id=lease_id, sequence=10)
+    return desk, revoke(desk, "e_dp0.g1.0.0"), again
+
+
+def a_record_that_comes_under_a_lease_and_its_end() -> Pair:
+    desk, end, again = a_lease_that_ends_and_a_record_that_comes_under_it()
+    return desk, again, end
+
+
+def two_new_leases_of_one_key() -> Pair:
+    return desk_with(1), register(one(0), key="k"), register(one(0, "f_dp0"), key="k")
+
+
+def an_old_lease_of_a_key_that_two_come_back_under() -> Pair:
+    desk = desk_with(0, 1)
+    desk.register(one(0, "f_dp0"))
+    desk.mono_s += 20
+    key = "e_dp0.g1.0.0"
+    first, second = one(0, boot_id="first"), one(0, "f_dp0", boot_id="second")
+    return desk, register(first, key=key), register(second, key=key)
+
+
+def two_engines_of_one_lease() -> Pair:
+    desk = desk_with(0)
+    key = "e_dp0.g1.0.0"
+    return desk, register(one(0, "f_dp0"), key=key), register(one(0, "g_dp0"), key=key)
+
+
+def an_engine_that_ends_and_one_that_takes_its_place() -> Pair:
+    desk = desk_with(0)
+    return desk, revoke(desk, "e_dp0.g1.0.0"), register(one(0, "f_dp0", replica="e"))
+
+
+def an_engine_that_takes_a_place_and_the_end_of_who_had_it() -> Pair:
+    desk, end, heir = an_engine_that_ends_and_one_that_takes_its_place()
+    return desk, heir, end
+
+
+def a_new_start_that_takes_a_place_and_the_end_of_who_had_it() -> Pair:
+    desk = desk_with(0, engine_id="f_dp0", desk=desk_with(0))
+    heir = register(one(0, "f_dp0", generation="g2", replica="e"))
+    return desk, heir, revoke(desk, "e_dp0.g1.0.0")
+
+
+def two_that_had_one_place_and_end() -> Pair:
+    desk = desk_with(0)
+    desk.register(one(0, "f_dp0", replica="e"))
+    return desk, revoke(desk, "e_dp0.g1.0.0"), revoke(desk, "f_dp0.g1.0.0")
+
+
+def an_eviction_and_an_engine_that_takes_the_place() -> Pair:
+    return desk_with(0), evict(), register(one(0, "f_dp0", replica="e"))
+
+
+def two_that_take_the_place_of_one() -> Pair:
+    desk = desk_with(0)
+    desk.call("deregister", deregister().request)
+    return desk, register(one(0, "f_dp0")), register(one(0, "g_dp0"))
+
+
+def two_engines_at_the_bound() -> Pair:
+    desk = Desk(BookLimits(max_engines=3))
+    desk_with(0, engine_id="d_dp0", desk=desk_with(0, desk=desk))
+    return desk, begin("f_dp0"), begin("g_dp0")
+
+
+def two_leases_at_the_bound() -> Pair:
+    desk = Desk(BookLimits(max_leases=2))
+    desk_with(0, desk=desk)
+    return desk, register(one(0, "f_dp0")), register(one(0, "g_dp0"))
+
+
+def a_sweep_and_the_return_of_what_it_drops() -> Pair:
+    desk = Desk(BookLimits(tombstone_ttl_s=30.0))
+    desk_with(0, desk=desk)
+    desk.call("deregister", deregister().request)
+    desk.mono_s += 40
+    return desk, Ask("sweep"), register(one(0), sequence=10)
+
+
+def a_new_holder_of_the_slot_and_an_expiry() -> Pair:
+    desk = desk_with(0, 1)
+    desk.mono_s += 20
+    return desk, register(one(0, boot_id="heir")), Ask("expire")
+
+
+IN_THE_WAY: list[Callable[[], Pair]] = [
+    two_holders_of_one_slot,
+    a_slot_and_the_end_of_the_only_other,
+    the_end_of_the_only_other_and_a_slot,
+    a_slot_and_a_seal_without_it,
+    a_seal_and_the_lease_that_keeps_a_rank,
+    a_drain_and_the_end_of_the_last_rank,
+    a_drain_and_an_eviction,
+    a_lease_that_ends_and_a_record_that_comes_under_it,
+    a_record_that_comes_under_a_lease_and_its_end,
+    two_new_leases_of_one_key,
+    an_old_lease_of_a_key_that_two_come_back_under,
+    two_engines_of_one_lease,
+    an_engine_that_ends_and_one_that_takes_its_place,
+    an_engine_that_takes_a_place_and_the_end_of_who_had_it,
+    a_new_start_that_takes_a_place_and_the_end_of_who_had_it,
+    two_that_had_one_place_and_end,
+    an_eviction_and_an_engine_that_takes_the_place,
+    two_that_take_the_place_of_one,
+    two_engines_at_the_bound,
+    two_leases_at_the_bound,
+    a_sweep_and_the_return_of_what_it_drops,
+    a_new_holder_of_the_slot_and_an_expiry,
+]
+
+
+@pytest.mark.parametrize("pair", IN_THE_WAY, ids=lambda pair: pair.__name__)
+def test_what_would_come_out_otherwise_together_is_in_two_waves(
+    pair: Callable[[], Pair], loop: asyncio.AbstractEventLoop
+) -> None:
+    desk, first, second = pair()
+    known = set(desk.book.leases)
+    right, wrong, turns = copy(desk), copy(desk), Turns(desk, loop)
+    expected = [said(result, known) for result in serially(right, [first, second])]
+    careless = [said(result, known) for result in at_once(wrong, [first, second])]
+    # Else the pair shows nothing.
+    assert (careless, content(wrong.book, known)) != (expected, content(right.book, known))
+    found = [said(result, known) for result in turns.run([first, second])]
+    assert [outcome.command.name for outcome in turns.waves[0].writes] == [first.name]
+    assert found == expected
+    assert content(turns.book, known) == content(right.book, known)
+
+
+def side_by_side() -> dict[str, tuple[Desk, list[Ask]]]:
+    """What is in nobody's way."""
+    two = desk_with(0, engine_id="f_dp0", desk=desk_with(0, 1))
+    agent = Desk()
+    for engine_id in ("e_dp0", "f_dp0"):
+        agent.register(one(0, engine_id), key="agent")
+    return {
+        "slots of one engine": (desk_with(0), [update(0), register(one(1))]),
+        "slots of one engine that is begun": (
+            desk_with(0),
+            [update(0), register(one(1)), begin("f_dp0")],
+        ),
+        "new engines": (Desk(), [register(one(0, f"e{n}_dp0")) for n in range(20)]),
+        "one lease that stays": (
+            agent,
+            [register(one(1, e), key="agent") for e in ("e_dp0", "f_dp0")],
+        ),
+        "ends in two groups": (
+            desk_with(0, desk=_of_group("f_dp0", "decode")),
+            [deregister(), deregister(engine_id="f_dp0")],
+        ),
+        "an end and a begin in two groups": (
+            desk_with(0),
+            [deregister(), register(one(0, "f_dp0", group="decode"))],
+        ),
+        "an end and a begin of two DP ranks": (
+            desk_with(0),
+            [deregister(), register(one(0, "f_dp1", dp_rank=1))],
+        ),
+        "a drain and another engine's slot": (two, [drain(), register(one(1, "f_dp0"))]),
+    }
+
+
+def _of_group(engine_id: str, group: str) -> Desk:
+    desk = Desk()
+    desk.register(one(0, engine_id, group=group))
+    return desk
+
+
+@pytest.mark.parametrize("case", side_by_side())
+def test_what_is_in_nobodys_way_is_one_wave(case: str, loop: asyncio.AbstractEventLoop) -> None:
+    desk, asks = side_by_side()[case]
+    known = set(desk.book.leases)
+    turns, right = Turns(desk, loop), copy(desk)
+    found = [said(result, known) for result in turns.run(asks)]
+    assert len(turns.waves) == 1
+    assert found == [said(result, known) for result in serially(right, asks)]
+    assert content(turns.book, known) == content(right.book, known)
+
+
+def test_a_refusal_that_something_under_way_may_change_waits(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    turns = Turns(desk_with(0), loop)
+    # Refused before the drain is taken back, and not after it.
+    desk = desk_with(0)
+    sealing = Ask("seal_engine", desk.seal_request())
+    last = register(one(1))
+    filled, sealed = turns.ask(last), turns.ask(sealing)
+    turns.turn()
+    assert filled.done()
+    assert not sealed.done()
+    turns.turn()
+    error = sealed.exception()
+    # Whole by now, so what differs is told, and not what is missing.
+    assert getattr(error, "reason", None) is Reason.SEAL_MISMATCH
+
+
+def test_a_refusal_of_another_subject_does_not_wait(loop: asyncio.AbstractEventLoop) -> None:
+    turns = Turns(desk_with(0), loop)
+    filled, refused = turns.ask(register(one(1))), turns.ask(drain("nobody"))
+    turns.turn()
+    assert filled.done()
+    assert getattr(refused.exception(), "reason", None) is Reason.ENGINE_NOT_FOUND
+
+
+# ------------------------------------------------------------------------- order
+
+
+def test_commands_on_one_engine_are_decided_as_they_came(loop: asyncio.AbstractEventLoop) -> None:
+    """Each by another way of being held up; none is overtaken by a later one."""
+    turns = Turns(desk_with(0, 1), loop)
+    names: list[str] = []
+    asks = [
+        update(0, b"a", 2),
+        update(0, b"b", 3),
+        update(1, b"c", 2),
+        drain(),
+        update(1, b"d", 3),
+        evict(),
+        update(0, b"e", 4),
+    ]
+    for number, ask in enumerate(asks):
+        turns.ask(ask).add_done_callback(lambda _, number=number: names.append(str(number)))
+    while turns.queue:
+        turns.turn()
+    loop.run_until_complete(asyncio.sleep(0))
+    assert names == [str(number) for number in range(len(asks))]
+
+
+def test_what_waits_goes_before_what_came_later(loop: asyncio.AbstractEventLoop) -> None:
+    turns = Turns(desk_with(0), loop)
+    rivals = [turns.ask(register(one(1, boot_id=name))) for name in ("p", "q", "r")]
+    other = turns.ask(register(one(0, "f_dp0")))
+    turns.turn()
+    assert rivals[0].done()
+    assert other.done()
+    later = turns.ask(register(one(1, boot_id="s")))
+    assert [c.future for c in turns.queue] == [rivals[1], rivals[2], later]
+    turns.turn()
+    assert all(future.done() for future in (*rivals, later))
+
+
+def test_a_command_behind_one_that_waits_is_not_even_asked(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    turns = Turns(desk_with(0, 1), loop)
+    turns.ask(drain())
+    turns.ask(evict())
+    turns.ask(update(1))
+    wave = turns.take()
+    assert [outcome.command.name for outcome in wave.outcomes] == ["drain_engine"]
+    assert [command.name for command in turns.queue] == ["evict_engine", "update_worker"]
+
+
+def test_a_wave_that_is_given_back_is_as_if_it_had_not_been(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    turns = Turns(desk_with(0), loop)
+    for ask in (register(one(1)), register(one(0, "f_dp0")), register(one(1, boot_id="q"))):
+        turns.ask(ask)
+    queued, kept = list(turns.queue), turns.desk.kept(turns.book)
+    wave = turns.take()
+    assert len(wave.outcomes) == 2
+    wave.give_back(turns.queue)
+    # Those that were decided come first, as they came; then what waited.
+    assert list(turns.queue) == [*queued]
+    assert turns.desk.kept(turns.book) == kept
+
+
+# ------------------------------------------------------------------------ bounds
+
+
+@pytest.mark.parametrize("bound", ["engines", "leases"])
+@pytest.mark.parametrize("room", [0, 1, 7, 300])
+def test_the_bound_is_exact_when_very_many_come_at_once(
+    bound: str, room: int, loop: asyncio.AbstractEventLoop
+) -> None:
+    limits = BookLimits(**{f"max_{bound}": 5 + room})
+    desk = Desk(limits)
+    for number in range(5):
+        desk.quick("register", register(one(0, f"d{number}_dp0")).request)
+    turns = Turns(desk, loop)
+    count = 600
+    results = turns.run(register(one(0, f"e{n}_dp0")) for n in range(count))
+    passed = [r for r in results if isinstance(r, v1.RegisterWorkersResponse)]
+    assert len(passed) == min(room, count)
+    assert len(getattr(turns.book, bound)) == 5 + room
+    reason = Reason.TOO_MANY_ENGINES if bound == "engines" else Reason.TOO_MANY_LEASES
+    assert {r.reason for r in results if r not in passed} == {reason}
+
+
+def test_far_from_a_bound_very_many_are_one_wave(loop: asyncio.AbstractEventLoop) -> None:
+    turns = Turns(Desk(BookLimits(max_engines=MOST_COMMANDS, max_leases=MOST_COMMANDS)), loop)
+    turns.run(register(one(0, f"e{n}_dp0")) for n in range(100))
+    assert len(turns.waves) == 1
+
+
+def test_an_engine_never_grows_over_its_bound_within_a_wave(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = 4_000
+    monkeypatch.setattr(wave_module, "MAX_ENGINE_BYTES", bound)
+    monkeypatch.setattr(records_module, "MAX_ENGINE_BYTES", bound)
+    desk = Desk()
+    kind = {"pp_size": 1, "tp_size": 8}
+    desk.register(record(0, 0, **kind))  # type: ignore[arg-type]
+    asks = [register(record(0, tp, payload=bytes(900), **kind)) for tp in range(1, 8)]  # type: ignore[arg-type]
+    turns, right = Turns(desk, loop), copy(desk)
+    known = set(desk.book.leases)
+    found = [said(result, known) for result in turns.run(asks)]
+    assert found == [said(result, known) for result in serially(right, asks)]
+    assert "refused: LIMIT_EXCEEDED" in found
+    assert turns.book.engines["e_dp0"].bytes <= bound
+    # The first ones are no reason to wait.
+    assert len(turns.waves[0].outcomes) > 1
+
+
+def test_a_wave_has_as_many_operations_as_it_may(loop: asyncio.AbstractEventLoop) -> None:
+    desk = desk_with(0, engine_id="f_dp0", desk=desk_with(0))
+    # Each writes one slot and one lease.
+    asks = [register(one(1)), register(one(1, "f_dp0")), begin("g_dp0"), begin("h_dp0")]
+    for most, sizes in ((6, [4]), (5, [3, 1]), (4, [2, 2]), (3, [1, 2, 1])):
+        turns = Turns(desk, loop, most_ops=most)
+        turns.run(asks)
+        assert [len(wave.outcomes) for wave in turns.waves] == sizes
+        for wave in turns.waves:
+            assert sum(len(o.txn_to_keep.ops) for o in wave.writes) <= most
+
+
+def test_a_wave_has_as_many_bytes_as_it_may(loop: asyncio.AbstractEventLoop) -> None:
+    desk = desk_with(0, engine_id="f_dp0", desk=desk_with(0))
+    asks = [update(0, bytes(1000)), update(0, bytes(1000), engine_id="f_dp0")]
+    turns = Turns(desk, loop)
+    turns.run(asks)
+    (wave,) = turns.waves
+    sizes = [
+        sum(len(op.key) + len(getattr(op, "value", b"")) for op in o.txn_to_keep.ops)
+        for o in wave.writes
+    ]
+    for most, waves in ((sum(sizes), 1), (sum(sizes) - 1, 2)):
+        turns = Turns(desk, loop, most_bytes=most)
+        turns.run(asks)
+        assert len(turns.waves) == waves
+
+
+def test_one_decision_over_a_bound_is_a_wave_of_its_own(loop: asyncio.AbstractEventLoop) -> None:
+    desk = desk_with(0, 1)
+    for bound in ({"most_ops": 1}, {"most_bytes": 10}):
+        turns = Turns(desk, loop, **bound)  # type: ignore[arg-type]
+        turns.run([register(one(0, "f_dp0")), register(one(0, "g_dp0"))])
+        assert [len(wave.outcomes) for wave in turns.waves] == [1, 1]
+
+
+def test_a_wave_takes_no_more_commands_than_its_bound(loop: asyncio.AbstractEventLoop) -> None:
+    turns = Turns(Desk(), loop)
+    for number in range(MOST_COMMANDS + 1):
+        turns.ask(begin(f"e{number}_dp0"))
+    assert len(turns.take().outcomes) == MOST_COMMANDS
+    assert len(turns.queue) == 1
+
+
+# --------------------------------------------------------------- nothing is left
+
+
+def test_a_refused_command_leaves_nothing(loop: asyncio.AbstractEventLoop) -> None:
+    turns = Turns(Desk(), loop, namespace="empty")
+    refused = turns.ask(drain("nobody"))
+    wave = turns.turn()
+    assert getattr(refused.exception(), "reason", None) is Reason.ENGINE_NOT_FOUND
+    assert wave.writes == []
+    assert [book.namespace for book in turns.books.all()] == []
+
+
+def test_a_decision_changes_nothing_before_it_is_committed(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    turns = Turns(desk_with(0), loop)
+    before = turns.desk.kept(turns.book)
+    futures = [turns.ask(register(one(1))), turns.ask(evict()), turns.ask(drain("nobody"))]
+    wave = turns.take()
+    assert len(wave.outcomes) == 2
+    assert turns.desk.kept(turns.book) == before
+    assert not any(future.done() for future in futures)
+
+
+def test_a_fault_in_one_decision_is_that_ones_alone(loop: asyncio.AbstractEventLoop) -> None:
+    turns = Turns(desk_with(0), loop)
+    broken, good = turns.ask(update(0)), turns.ask(register(one(0, "f_dp0")))
+
+    def fault(*_: object) -> None:
+        raise ZeroDivisionError
+
+    turns.queue[0].decide = fault  # type: ignore[assignment]
+    turns.turn()
+    assert isinstance(broken.exception(), Internal)
+    assert good.result().epoch == 1
+
+
+def test_what_nobody_waits_for_any_more_is_not_decided(loop: asyncio.AbstractEventLoop) -> None:
+    turns = Turns(desk_with(0), loop)
+    left, other = turns.ask(register(one(1))), turns.ask(begin("f_dp0"))
+    left.cancel()
+    wave = turns.turn()
+    assert [outcome.command.future for outcome in wave.outcomes] == [other]
+    assert not turns.queue
+    assert sorted(turns.book.engines["e_dp0"].live) == [(0, 0, 0)]
+
+
+def test_upkeep_that_has_nothing_left_is_done(loop: asyncio.AbstractEventLoop) -> None:
+    turns = Turns(desk_with(0), loop)
+    done = turns.ask(Ask("expire"))
+    turns.turn()
+    assert done.result() is None
