@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from tests.contract.etcd_server import EtcdNode
 
 START_TIMEOUT_S = 30.0
 
@@ -162,3 +163,19 @@ def shared_rankbookd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rankb
     """One server with default settings for all tests that use engines of their own."""
     with _servers(tmp_path_factory.mktemp("shared")) as make:
         yield make()
+
+
+@pytest.fixture(scope="session")
+def etcd_node() -> Iterator[EtcdNode]:
+    """A real etcd that no test stops; each test has a prefix or engines of its own."""
+    with EtcdNode() as node:
+        yield node
+
+
+@pytest.fixture(scope="session")
+def etcd_rankbookd(
+    tmp_path_factory: pytest.TempPathFactory, etcd_node: EtcdNode
+) -> Iterator[RankbookdProcess]:
+    """As `shared_rankbookd`, over etcd."""
+    with _servers(tmp_path_factory.mktemp("etcd")) as make:
+        yield make(store=etcd_node.url("shared"))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.contract.etcd_server import EtcdNode
 
 import rankbook
 from rankbook import convert, v1
@@ -103,6 +104,19 @@ def is_running(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.fixture(scope="session", params=["rankbookd", "rankbookd-on-etcd", "etcd"])
+def book(request: pytest.FixtureRequest) -> str:
+    """What a client is given: a server, a server over etcd, or etcd itself."""
+    if request.param == "rankbookd":
+        address: str = request.getfixturevalue("shared_rankbookd").grpc
+        return address
+    if request.param == "rankbookd-on-etcd":
+        on_etcd: str = request.getfixturevalue("etcd_rankbookd").grpc
+        return on_etcd
+    node: EtcdNode = request.getfixturevalue("etcd_node")
+    return node.url("direct")
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from rankbook import Requirement, State
 
 
 @pytest.fixture
-def client(shared_rankbookd):
-    with rankbook.Client(shared_rankbookd.grpc) as made:
+def client(book):
+    with rankbook.Client(book) as made:
         yield made
 
 
@@ -60,9 +60,9 @@ def test_signing_in_sealing_and_asking_over_the_blocking_face(client, made, engi
     assert client.status().workers >= 0
 
 
-def test_the_same_over_the_asyncio_face(shared_rankbookd, made, engine_id):
+def test_the_same_over_the_asyncio_face(book, made, engine_id):
     async def run() -> None:
-        async with rankbook.AsyncClient(shared_rankbookd.grpc) as client:
+        async with rankbook.AsyncClient(book) as client:
             epoch = await client.begin_generation(engine_id, "g1")
             replies = await asyncio.gather(
                 *(
@@ -206,9 +206,9 @@ def test_a_long_poll_is_answered_by_the_change_and_holds_up_no_other_call(client
     assert got[0].engine.state is State.COMPLETE
 
 
-def test_cancelling_one_asyncio_call_leaves_the_others_alone(shared_rankbookd, made, engine_id):
+def test_cancelling_one_asyncio_call_leaves_the_others_alone(book, made, engine_id):
     async def run() -> None:
-        async with rankbook.AsyncClient(shared_rankbookd.grpc) as client:
+        async with rankbook.AsyncClient(book) as client:
             await client.status()
             poll = asyncio.create_task(client.get_topology(engine_id, wait_s=30))
             other = asyncio.create_task(
@@ -224,7 +224,7 @@ def test_cancelling_one_asyncio_call_leaves_the_others_alone(shared_rankbookd, m
     asyncio.run(run())
 
 
-def test_a_client_is_refused_in_a_forked_child_and_by_another_loop(shared_rankbookd, program):
+def test_a_client_is_refused_in_a_forked_child_and_by_another_loop(book, program):
     text = (
         "import os, sys, asyncio, rankbook\n"
         "client = rankbook.Client(sys.argv[1])\n"
@@ -246,12 +246,12 @@ def test_a_client_is_refused_in_a_forked_child_and_by_another_loop(shared_rankbo
         "except rankbook.BadRequest as error:\n"
         "    print('loop' in error.message, flush=True)\n"
     )
-    one = program(text, shared_rankbookd.grpc)
+    one = program(text, book)
     assert [one.line(), one.line(), one.line()] == ["True", "True", "True"]
 
 
-def test_a_closed_client_answers_so(shared_rankbookd):
-    client = rankbook.Client(shared_rankbookd.grpc)
+def test_a_closed_client_answers_so(book):
+    client = rankbook.Client(book)
     client.status()
     client.close()
     client.close()
@@ -259,8 +259,8 @@ def test_a_closed_client_answers_so(shared_rankbookd):
         client.status()
 
 
-def test_closing_ends_a_call_that_still_waits(shared_rankbookd, engine_id):
-    client = rankbook.Client(shared_rankbookd.grpc)
+def test_closing_ends_a_call_that_still_waits(book, engine_id):
+    client = rankbook.Client(book)
     client.status()
     ended = []
 

@@ -57,9 +57,9 @@ def registration():
 
 
 @pytest.fixture
-def view(shared_rankbookd):
+def view(book):
     """A synced view of the shared server."""
-    with rankbook.Client(shared_rankbookd.grpc) as client, rankbook.TopologyView(client) as made:
+    with rankbook.Client(book) as client, rankbook.TopologyView(client) as made:
         made.wait_synced(10)
         yield made
 
@@ -70,9 +70,9 @@ def is_out(view, engine_id):
 
 @pytest.mark.parametrize("mode", ["process", "thread"])
 def test_records_are_in_the_book_until_stop_and_out_at_once_after_it(
-    shared_rankbookd, registration, view, made, engine_id, mode
+    book, registration, view, made, engine_id, mode
 ):
-    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc, mode=mode)
+    one = registration([made.record(engine_id)], endpoints=book, mode=mode)
     assert one.state is State.PENDING
     one.start()
     registered = one.wait_registered(10)
@@ -86,8 +86,8 @@ def test_records_are_in_the_book_until_stop_and_out_at_once_after_it(
     assert made.eventually(is_out(view, engine_id), 1, "the engine is out") < TTL_S / 2
 
 
-def test_a_missing_boot_id_is_filled_in(shared_rankbookd, registration, view, made, engine_id):
-    one = registration([made.record(engine_id, boot_id="")], endpoints=shared_rankbookd.grpc)
+def test_a_missing_boot_id_is_filled_in(book, registration, view, made, engine_id):
+    one = registration([made.record(engine_id, boot_id="")], endpoints=book)
     one.start()
     one.wait_registered(10)
     made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
@@ -97,26 +97,24 @@ def test_a_missing_boot_id_is_filled_in(shared_rankbookd, registration, view, ma
 
 
 @pytest.mark.slow
-def test_an_idle_registration_outlives_five_ttls(shared_rankbookd, registration, made, engine_id):
+def test_an_idle_registration_outlives_five_ttls(book, registration, made, engine_id):
     left = threading.Event()
 
     def watch_for_leaving(change):
         if change.state not in (State.PENDING, State.REGISTERED):
             left.set()
 
-    one = registration(
-        [made.record(engine_id)], endpoints=shared_rankbookd.grpc, on_change=watch_for_leaving
-    )
+    one = registration([made.record(engine_id)], endpoints=book, on_change=watch_for_leaving)
     one.start()
     lease = one.wait_registered(10).lease
     assert not left.wait(5 * TTL_S)
-    with rankbook.Client(shared_rankbookd.grpc) as client:
+    with rankbook.Client(book) as client:
         (status,) = client.renew_leases([lease.lease_id]).statuses
     assert status.state is rankbook.LeaseState.ALIVE
 
 
 def test_a_worker_whose_interpreter_is_blocked_for_three_ttls_stays(
-    shared_rankbookd, program, view, made, engine_id
+    book, program, view, made, engine_id
 ):
     # usleep by way of PyDLL keeps the interpreter's lock while it sleeps.
     hold = (
@@ -126,7 +124,7 @@ def test_a_worker_whose_interpreter_is_blocked_for_three_ttls_stays(
         "sys.stdin.readline()\n"
     )
     changes = queue.Queue()
-    worker = program(PUBLISHER + hold, shared_rankbookd.grpc, engine_id, "process")
+    worker = program(PUBLISHER + hold, book, engine_id, "process")
     worker.line()
     made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
     view.subscribe(lambda event: changes.put(event))
@@ -137,7 +135,7 @@ def test_a_worker_whose_interpreter_is_blocked_for_three_ttls_stays(
 
 
 def test_a_killed_worker_is_out_within_two_seconds_though_a_forked_child_holds_its_pipes(
-    shared_rankbookd, program, view, made, engine_id
+    book, program, view, made, engine_id
 ):
     forked = (
         "child = os.fork()\n"
@@ -146,7 +144,7 @@ def test_a_killed_worker_is_out_within_two_seconds_though_a_forked_child_holds_i
         "print(child, flush=True)\n"
         "sys.stdin.readline()\n"
     )
-    worker = program(PUBLISHER + forked, shared_rankbookd.grpc, engine_id, "process")
+    worker = program(PUBLISHER + forked, book, engine_id, "process")
     heartbeat, child = int(worker.line()), int(worker.line())
     try:
         made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
@@ -160,11 +158,9 @@ def test_a_killed_worker_is_out_within_two_seconds_though_a_forked_child_holds_i
     assert out_s + gone_s < TTL_S
 
 
-def test_an_engine_whose_worker_was_killed_has_not_lapsed(
-    shared_rankbookd, worker, made, engine_id
-):
-    killed = worker(shared_rankbookd.grpc, made.record(engine_id))
-    with rankbook.Client(shared_rankbookd.grpc) as client:
+def test_an_engine_whose_worker_was_killed_has_not_lapsed(book, worker, made, engine_id):
+    killed = worker(book, made.record(engine_id))
+    with rankbook.Client(book) as client:
         engine = lambda: client.get_topology(engine_id, require=ANY).engine  # noqa: E731
         assert not engine().lapsed
         killed.kill()
@@ -173,13 +169,11 @@ def test_an_engine_whose_worker_was_killed_has_not_lapsed(
 
 
 def test_an_engine_whose_worker_is_frozen_with_its_heartbeat_has_lapsed_and_stays_so(
-    shared_rankbookd, program, made, engine_id
+    book, program, made, engine_id
 ):
-    frozen = program(
-        PUBLISHER + "sys.stdin.readline()\n", shared_rankbookd.grpc, engine_id, "process"
-    )
+    frozen = program(PUBLISHER + "sys.stdin.readline()\n", book, engine_id, "process")
     heartbeat = int(frozen.line())
-    with rankbook.Client(shared_rankbookd.grpc) as client:
+    with rankbook.Client(book) as client:
         engine = lambda: client.get_topology(engine_id, require=ANY).engine  # noqa: E731
         frozen.process.send_signal(signal.SIGSTOP)
         os.kill(heartbeat, signal.SIGSTOP)
@@ -207,9 +201,9 @@ def test_a_heartbeat_process_ends_with_its_parent_also_while_the_registry_is_awa
 
 
 def test_interrupting_a_terminal_leaves_the_heartbeat_to_its_parent(
-    shared_rankbookd, registration, made, engine_id
+    book, registration, made, engine_id
 ):
-    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc)
+    one = registration([made.record(engine_id)], endpoints=book)
     one.start()
     one.wait_registered(10)
     assert os.getsid(one.heartbeat_pid) == one.heartbeat_pid
@@ -219,12 +213,10 @@ def test_interrupting_a_terminal_leaves_the_heartbeat_to_its_parent(
 
 
 def test_a_terminated_heartbeat_takes_the_records_out_and_stays_ended(
-    shared_rankbookd, registration, view, made, engine_id
+    book, registration, view, made, engine_id
 ):
     changes = queue.Queue()
-    one = registration(
-        [made.record(engine_id)], endpoints=shared_rankbookd.grpc, on_change=changes.put
-    )
+    one = registration([made.record(engine_id)], endpoints=book, on_change=changes.put)
     one.start()
     one.wait_registered(10)
     made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
@@ -236,10 +228,10 @@ def test_a_terminated_heartbeat_takes_the_records_out_and_stays_ended(
 
 
 def test_a_killed_heartbeat_is_replaced_before_the_lease_runs_out(
-    shared_rankbookd, registration, view, made, engine_id
+    book, registration, view, made, engine_id
 ):
     events = queue.Queue()
-    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc)
+    one = registration([made.record(engine_id)], endpoints=book)
     one.start()
     lease = one.wait_registered(10).lease
     first = one.heartbeat_pid
@@ -258,9 +250,9 @@ def test_a_killed_heartbeat_is_replaced_before_the_lease_runs_out(
 
 
 def test_a_frozen_heartbeat_is_replaced_before_the_lease_runs_out(
-    shared_rankbookd, registration, made, engine_id
+    book, registration, made, engine_id
 ):
-    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc, ttl_s=6)
+    one = registration([made.record(engine_id)], endpoints=book, ttl_s=6)
     one.start()
     lease = one.wait_registered(10).lease
     first = one.heartbeat_pid
@@ -358,13 +350,11 @@ def test_a_frozen_registry_ends_no_registration(rankbookd, registration, made, e
     assert back.registered.lease.lease_id == lease.lease_id
 
 
-def test_a_newer_start_fences_the_older_ones_registration(
-    shared_rankbookd, registration, made, engine_id
-):
+def test_a_newer_start_fences_the_older_ones_registration(book, registration, made, engine_id):
     changes = queue.Queue()
     old = registration(
         [made.record(engine_id, boot_id="old")],
-        endpoints=shared_rankbookd.grpc,
+        endpoints=book,
         on_change=changes.put,
     )
     old.start()
@@ -372,7 +362,7 @@ def test_a_newer_start_fences_the_older_ones_registration(
     pid = old.heartbeat_pid
     new = registration(
         [made.record(engine_id, generation="g2", boot_id="new")],
-        endpoints=shared_rankbookd.grpc,
+        endpoints=book,
     )
     new.start()
     new.wait_registered(10)
@@ -385,9 +375,9 @@ def test_a_newer_start_fences_the_older_ones_registration(
 
 
 def test_an_update_is_seen_and_a_withdrawn_payload_comes_back(
-    shared_rankbookd, registration, view, made, engine_id
+    book, registration, view, made, engine_id
 ):
-    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc)
+    one = registration([made.record(engine_id)], endpoints=book)
     one.start()
     first = one.wait_registered(10)
     one.update(made.record(engine_id, payload=b"second"))
@@ -407,9 +397,9 @@ def test_an_update_is_seen_and_a_withdrawn_payload_comes_back(
 
 @pytest.mark.parametrize("mode", ["process", "thread"])
 def test_updates_from_many_threads_end_at_what_the_registration_holds(
-    shared_rankbookd, registration, made, engine_id, mode
+    book, registration, made, engine_id, mode
 ):
-    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc, mode=mode)
+    one = registration([made.record(engine_id)], endpoints=book, mode=mode)
     one.start()
     one.wait_registered(10)
 
@@ -424,14 +414,14 @@ def test_updates_from_many_threads_end_at_what_the_registration_holds(
         writer.join()
     one.wait_registered(10)
     (held,) = one._records.values()
-    with rankbook.Client(shared_rankbookd.grpc) as client:
+    with rankbook.Client(book) as client:
         found = client.get_topology(engine_id, require=rankbook.Requirement.ANY)
     assert found.workers[0].handshake.payload == held.handshake.payload
 
 
-def test_a_seal_waits_for_the_slot_that_is_missing(shared_rankbookd, registration, made, engine_id):
+def test_a_seal_waits_for_the_slot_that_is_missing(book, registration, made, engine_id):
     records = made.grid(engine_id, pp_size=1, tp_size=2)
-    workers = [registration([r], endpoints=shared_rankbookd.grpc) for r in records]
+    workers = [registration([r], endpoints=book) for r in records]
     for worker in workers:
         worker.start()
     slots = [
@@ -439,21 +429,19 @@ def test_a_seal_waits_for_the_slot_that_is_missing(shared_rankbookd, registratio
         for r, w in zip(records, workers, strict=True)
     ]
     workers[1].stop()
-    core = registration(endpoints=shared_rankbookd.grpc)
+    core = registration(endpoints=book)
     core.start()
     core.seal(slots, made.core("core"), engine_id=engine_id, generation="g1")
     made.eventually(lambda: core.current.seal_error is not None, 10, "the seal was refused")
     with pytest.raises(rankbook.Incomplete):
         core.wait_sealed(0)
-    registration([records[1]], endpoints=shared_rankbookd.grpc).start()
+    registration([records[1]], endpoints=book).start()
     assert core.wait_sealed(10).seal.number == 1
     assert core.current.seal_error is None
 
 
-def test_the_clock_of_the_registry_is_known_with_a_bound(
-    shared_rankbookd, registration, made, engine_id
-):
-    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc)
+def test_the_clock_of_the_registry_is_known_with_a_bound(book, registration, made, engine_id):
+    one = registration([made.record(engine_id)], endpoints=book)
     one.start()
     one.wait_registered(10)
     made.eventually(lambda: one.clock_offset is not None, 2, "a renewal was answered")
@@ -466,8 +454,8 @@ def test_the_clock_of_the_registry_is_known_with_a_bound(
     assert 0 < offset.error_s < 1
 
 
-def test_a_longer_ttl_at_first_is_shortened_later(shared_rankbookd, registration, made, engine_id):
-    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc, ttl_s=120)
+def test_a_longer_ttl_at_first_is_shortened_later(book, registration, made, engine_id):
+    one = registration([made.record(engine_id)], endpoints=book, ttl_s=120)
     one.start()
     assert one.wait_registered(10).lease.ttl_s == 120
     one.set_ttl(10)
@@ -475,18 +463,16 @@ def test_a_longer_ttl_at_first_is_shortened_later(shared_rankbookd, registration
 
 
 def test_where_no_process_can_be_started_a_thread_keeps_the_lease(
-    shared_rankbookd, registration, made, engine_id, monkeypatch
+    book, registration, made, engine_id, monkeypatch
 ):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc)
+    one = registration([made.record(engine_id)], endpoints=book)
     one.start()
     assert one.wait_registered(10) is not None
     assert one.heartbeat_pid is None
 
 
-def test_a_forked_child_cannot_end_its_parents_registration(
-    shared_rankbookd, program, view, made, engine_id
-):
+def test_a_forked_child_cannot_end_its_parents_registration(book, program, view, made, engine_id):
     forked = (
         "child = os.fork()\n"
         "if child == 0:\n"
@@ -500,18 +486,18 @@ def test_a_forked_child_cannot_end_its_parents_registration(
         "print(registration.state, flush=True)\n"
         "sys.stdin.readline()\n"
     )
-    worker = program(PUBLISHER + forked, shared_rankbookd.grpc, engine_id, "process")
+    worker = program(PUBLISHER + forked, book, engine_id, "process")
     worker.line()
     assert worker.line() == "refused"
     assert worker.line() == "REGISTERED"
     made.eventually(lambda: view.get(engine_id) is not None, 2, "the engine is seen")
 
 
-def test_an_on_change_that_raises_ends_nothing(shared_rankbookd, registration, made, engine_id):
+def test_an_on_change_that_raises_ends_nothing(book, registration, made, engine_id):
     def broken(change):
         raise RuntimeError("a fault of the caller's")
 
-    one = registration([made.record(engine_id)], endpoints=shared_rankbookd.grpc, on_change=broken)
+    one = registration([made.record(engine_id)], endpoints=book, on_change=broken)
     one.start()
     assert one.wait_registered(10) is not None
 
@@ -536,17 +522,13 @@ def test_a_registration_goes_on_at_the_other_endpoint(rankbookd, registration, m
 
 
 def test_a_peers_death_changes_nothing_of_ones_own_registration(
-    shared_rankbookd, registration, program, view, made, engine_id
+    book, registration, program, view, made, engine_id
 ):
     changes = queue.Queue()
-    mine = registration(
-        [made.record(engine_id)], endpoints=shared_rankbookd.grpc, on_change=changes.put
-    )
+    mine = registration([made.record(engine_id)], endpoints=book, on_change=changes.put)
     mine.start()
     mine.wait_registered(10)
-    peer = program(
-        PUBLISHER + "sys.stdin.readline()\n", shared_rankbookd.grpc, f"{engine_id}-peer", "process"
-    )
+    peer = program(PUBLISHER + "sys.stdin.readline()\n", book, f"{engine_id}-peer", "process")
     peer.line()
     made.eventually(lambda: view.get(f"{engine_id}-peer") is not None, 2, "the peer is seen")
     peer.kill()
@@ -556,10 +538,10 @@ def test_a_peers_death_changes_nothing_of_ones_own_registration(
 
 
 def test_a_batch_of_records_of_one_process_hangs_on_one_lease(
-    shared_rankbookd, registration, view, made, engine_id
+    book, registration, view, made, engine_id
 ):
     records = [made.record(engine_id, 0, tp, tp_size=100, boot_id="") for tp in range(100)]
-    one = registration(records, endpoints=shared_rankbookd.grpc)
+    one = registration(records, endpoints=book)
     one.start()
     registered = one.wait_registered(10)
     assert len(registered.record_digests) == 100

@@ -55,11 +55,11 @@ def test_a_watch_cut_by_a_restart_resumes_and_misses_no_removal(sqlite_server, m
             assert events.empty()
 
 
-def test_a_subscriber_that_raises_keeps_nobody_from_hearing(shared_rankbookd, made, engine_id):
+def test_a_subscriber_that_raises_keeps_nobody_from_hearing(book, made, engine_id):
     def raises(event):
         raise ValueError("a fault of the subscriber's")
 
-    with rankbook.Client(shared_rankbookd.grpc) as client:
+    with rankbook.Client(book) as client:
         register(client, [made.record(engine_id)], f"{engine_id}-1")
         wanted = rankbook.EngineFilter(engine_id=engine_id)
         with rankbook.TopologyView(client, wanted) as view:
@@ -93,8 +93,8 @@ def test_another_book_is_taken_anew_and_what_it_lacks_is_removed(rankbookd, made
         assert view.get("lost") is None
 
 
-def test_a_restart_is_one_change_and_no_topology_is_ever_mixed(shared_rankbookd, made, engine_id):
-    with rankbook.Client(shared_rankbookd.grpc) as client:
+def test_a_restart_is_one_change_and_no_topology_is_ever_mixed(book, made, engine_id):
+    with rankbook.Client(book) as client:
         events: queue.Queue = queue.Queue()
         wanted = rankbook.EngineFilter(engine_id=engine_id)
         with rankbook.TopologyView(client, wanted) as view:
@@ -119,8 +119,8 @@ def test_a_restart_is_one_change_and_no_topology_is_ever_mixed(shared_rankbookd,
     assert revisions == sorted(revisions)
 
 
-def test_a_watch_from_a_revision_tells_only_what_came_after_it(shared_rankbookd, made, engine_id):
-    with rankbook.Client(shared_rankbookd.grpc) as client:
+def test_a_watch_from_a_revision_tells_only_what_came_after_it(book, made, engine_id):
+    with rankbook.Client(book) as client:
         register(client, [made.record(engine_id, 0, 0, tp_size=2)], f"{engine_id}-0")
         book = client.list_engines()
         register(client, [made.record(engine_id, 0, 1, tp_size=2)], f"{engine_id}-1")
@@ -136,8 +136,8 @@ def test_a_watch_from_a_revision_tells_only_what_came_after_it(shared_rankbookd,
     assert [w.slot.tp_rank for w in event.topology.workers] == [0, 1]
 
 
-def test_a_filter_is_the_registrys_and_a_bad_one_is_refused_at_once(shared_rankbookd):
-    with rankbook.Client(shared_rankbookd.grpc) as client:
+def test_a_filter_is_the_registrys_and_a_bad_one_is_refused_at_once(book):
+    with rankbook.Client(book) as client:
         with pytest.raises(rankbook.BadRequest):
             next(client.watch(rankbook.EngineFilter(group="no such/group")))
         view = rankbook.TopologyView(client, rankbook.EngineFilter(group="no such/group"))
@@ -146,8 +146,8 @@ def test_a_filter_is_the_registrys_and_a_bad_one_is_refused_at_once(shared_rankb
             view.wait_synced(5)
 
 
-def test_closing_the_client_ends_a_watch_that_is_being_read(shared_rankbookd):
-    client = rankbook.Client(shared_rankbookd.grpc)
+def test_closing_the_client_ends_a_watch_that_is_being_read(book):
+    client = rankbook.Client(book)
     ended = threading.Event()
 
     def read() -> None:
@@ -184,8 +184,8 @@ def test_look_ups_answer_at_once_while_the_registry_is_frozen(rankbookd, made):
         made.eventually(lambda: view.age_s > age, 1, "the answer grows older")
 
 
-def test_a_look_up_takes_less_than_two_microseconds(shared_rankbookd, made, engine_id):
-    with rankbook.Client(shared_rankbookd.grpc) as client:
+def test_a_look_up_takes_less_than_two_microseconds(book, made, engine_id):
+    with rankbook.Client(book) as client:
         register(client, [made.record(engine_id)], engine_id)
         with rankbook.TopologyView(client) as view:
             view.wait_synced(10)
@@ -214,9 +214,9 @@ def test_a_view_started_first_finds_the_registry_when_it_comes(rankbookd, made):
 
 
 def test_a_subscriber_that_raises_ends_nothing_and_one_that_left_hears_nothing(
-    shared_rankbookd, made, engine_id
+    book, made, engine_id
 ):
-    with rankbook.Client(shared_rankbookd.grpc) as client:
+    with rankbook.Client(book) as client:
         wanted = rankbook.EngineFilter(engine_id=engine_id)
         with rankbook.TopologyView(client, wanted) as view:
             view.wait_synced(10)

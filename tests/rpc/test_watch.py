@@ -293,7 +293,8 @@ def test_an_engine_too_large_for_one_message_comes_in_parts_that_are_no_resume_p
     assert sorted(fold.workers["prefill-a-0"]) == [(0, tp) for tp in range(12)]
 
 
-def test_a_burst_of_a_hundred_changes_costs_a_watcher_few_messages(raw: Raw) -> None:
+def test_a_burst_of_a_hundred_changes_costs_a_watcher_few_messages(embedded_raw: Raw) -> None:
+    raw = embedded_raw
     raw.register([record()])
     count = 100
     with Watching(raw) as watch, raw.session() as session:

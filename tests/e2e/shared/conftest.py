@@ -13,13 +13,6 @@ from tests.contract.etcd_server import EtcdCluster, EtcdNode
 _numbers = itertools.count(1)
 
 
-@pytest.fixture(scope="session")
-def etcd_node() -> Iterator[EtcdNode]:
-    """A node that no test stops; each test has a prefix of its own."""
-    with EtcdNode() as node:
-        yield node
-
-
 @pytest.fixture
 def own_node() -> Iterator[EtcdNode]:
     """A node of the test's own, to be stopped and started."""
