@@ -66,18 +66,24 @@ class _Life:
     ) -> None:
         self.client = client
         self.head = head
+        self.value = head.SerializeToString()
+        """What the head's key holds all this life; another value means another book."""
         self.created = created
-        """Revision that created the head; another one means another book."""
+        """Revision that created the head."""
         self.keeper = LeaseKeeper(client)
         self.liveness = EtcdLiveness(client, self.keeper, keys, head.book_id)
         self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.last = created
         """The last revision that was committed here."""
+        self.seen = created
+        """The last revision of the book that was ever seen, whoever committed it."""
         self.followers: set[_Follower] = set()
         self.moved = asyncio.Event()
         self.given_up: set[asyncio.Task[list[int | None]]] = set()
         """Commits whose caller went away."""
         self.replaced = False
+        self.went_back = False
+        """etcd holds an older state of this book than it did: a backup was restored."""
 
 
 class EtcdStore:
@@ -130,11 +136,12 @@ class EtcdStore:
     async def open(self) -> None:
         """See `Store`. A book that took the place of the one that was open is opened."""
         async with self._opening:
-            if self._life is not None:
-                if not self._life.replaced:
+            before = self._life
+            if before is not None:
+                if not before.replaced:
                     return
-                life, self._life = self._life, None
-                await _end(life)
+                self._life = None
+                await _end(before)
             client = EtcdClient(
                 self._address.endpoints,
                 clock=self._clock,
@@ -144,6 +151,8 @@ class EtcdStore:
             )
             try:
                 head, created = await self._read_head(client)
+                if before is not None and before.went_back and head == before.head:
+                    head, created = await self._rename(client, head)
             except BaseException:
                 await client.close()
                 raise
@@ -165,7 +174,13 @@ class EtcdStore:
     async def last_revision(self) -> int:
         """See `SharedStore`."""
         life = self._opened()
-        return await self._read_last(life)
+        before = life.seen
+        last = await self._read_last(life)
+        if last < before:
+            # Whoever has read this book has newer numbers than it has now.
+            life.replaced = life.went_back = True
+            raise self._gone(life)
+        return last
 
     async def commit(self, txns: Sequence[Txn]) -> list[int | None]:
         """See `Store`. Each transaction is one of etcd's, one after the other."""
@@ -277,24 +292,43 @@ class EtcdStore:
             )
         return head, kv.create_revision
 
+    async def _rename(self, client: EtcdClient, head: v1.StoredBook) -> tuple[v1.StoredBook, int]:
+        """Gives a book that went back an id of its own, so that every client takes
+        it anew, and nobody compares its revisions with those that are gone."""
+        renamed = v1.StoredBook()
+        renamed.CopyFrom(head)
+        renamed.book_id = self._new_id()
+        await client.txn(
+            pb.TxnRequest(
+                compare=[_holds(self._keys.head, head.SerializeToString())],
+                success=[
+                    pb.RequestOp(
+                        put=pb.PutRequest(key=self._keys.head, value=renamed.SerializeToString())
+                    )
+                ],
+            ),
+            twice=True,
+        )
+        # Another server may have been faster; what is there now counts.
+        return await self._read_head(client)
+
     async def _read_last(self, life: _Life, at: int = 0) -> int:
         """The revision of the last commit, up to a revision or, for zero, now."""
-        answer = await life.client.range(
-            pb.RangeRequest(key=self._keys.head, keys_only=True, revision=at)
-        )
+        answer = await life.client.range(pb.RangeRequest(key=self._keys.head, revision=at))
         return self._check_head(life, answer.kvs).mod_revision
 
     def _check_head(self, life: _Life, kvs: Sequence[pb.KeyValue]) -> pb.KeyValue:
-        if not kvs or kvs[0].create_revision != life.created:
+        if not kvs or kvs[0].value != life.value:
             life.replaced = True
             raise self._gone(life)
+        life.seen = max(life.seen, kvs[0].mod_revision)
         return kvs[0]
 
     def _gone(self, life: _Life) -> Unavailable:
         return Unavailable(
-            f"the book {life.head.book_id} at {self.description} was deleted, or replaced by "
-            f"another one, since it was opened: open the store again, or restart this server, "
-            f"for the one that is there now; clients publish anew",
+            f"the book {life.head.book_id} at {self.description} was deleted, replaced by another "
+            f"one, or set back by a restored backup, since it was opened: open the store again, or "
+            f"restart this server, for the one that is there now; clients publish anew",
             reason=Reason.STORE_UNAVAILABLE,
             metadata={"store": self.description, "book_id": life.head.book_id},
         )
@@ -421,6 +455,7 @@ class EtcdStore:
                 raise _half_done(error, len(results), len(txns), any(results)) from error
             if answer.succeeded:
                 life.last = max(life.last, answer.header.revision)
+                life.seen = max(life.seen, life.last)
                 results.append(answer.header.revision)
             else:
                 self._check_head(life, answer.responses[0].range.kvs)
@@ -429,7 +464,7 @@ class EtcdStore:
 
     def _request(self, life: _Life, txn: Txn) -> pb.TxnRequest:
         keys = self._keys
-        compares = [_created(keys.head, life.created)]
+        compares = [_holds(keys.head, life.value)]
         if txn.base is not None:
             compares.append(
                 pb.Compare(
@@ -457,12 +492,15 @@ class EtcdStore:
             else pb.RequestOp(delete_range=pb.DeleteRangeRequest(key=keys.entry(op.key)))
             for op in last.values()
         ]
-        success.append(
-            pb.RequestOp(put=pb.PutRequest(key=keys.head, value=life.head.SerializeToString()))
-        )
+        success.append(pb.RequestOp(put=pb.PutRequest(key=keys.head, value=life.value)))
         # Tells a compare that failed from a book that is another.
-        failure = [pb.RequestOp(range=pb.RangeRequest(key=keys.head, keys_only=True))]
+        failure = [pb.RequestOp(range=pb.RangeRequest(key=keys.head))]
         return pb.TxnRequest(compare=compares, success=success, failure=failure)
+
+
+def _holds(key: bytes, value: bytes) -> pb.Compare:
+    """That a key has a value."""
+    return pb.Compare(key=key, target=pb.Compare.VALUE, result=pb.Compare.EQUAL, value=value)
 
 
 def _created(key: bytes, revision: int) -> pb.Compare:

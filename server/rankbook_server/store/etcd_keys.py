@@ -3,8 +3,8 @@
 Under a prefix P:
 
     P/book          the head: StoredBook. Every commit puts it anew, so its
-                    mod_revision is the revision of the last commit, and its
-                    create_revision names this life of the book
+                    mod_revision is the revision of the last commit; another
+                    value of it is another book
     P/book/KEY      an entry
     P/live/LEASE    StoredLiveness, on an etcd lease of that time to live
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -266,3 +267,61 @@ def test_a_store_that_was_emptied_is_another_book_in_which_clients_publish_anew(
         with pytest.raises(grpc.RpcError) as ended:
             list(watch)
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_an_etcd_that_lost_its_data_is_another_book_at_every_server(
+    servers: Callable[..., Sequence[Any]], own_node: EtcdNode
+) -> None:
+    """The head is created at the same revision as before: only its value tells."""
+    started = servers(2, store=own_node.url("book"))
+    raws = [Raw(server.grpc) for server in started]
+    signed = raws[0].register([record("e", tp_size=1)])
+    own_node.stop()
+    shutil.rmtree(own_node.folder / "data")
+    own_node.start()
+    for server, raw in zip(started, raws, strict=True):
+        eventually(
+            lambda r=raw: r.call("GetStatus", v1.GetStatusRequest()).book_id != signed.book_id,
+            15,
+            "the other book",
+        )
+        eventually(lambda s=server: health(s.grpc) == SERVING, 15, "it serves")
+        assert not raw.call("ListEngines", v1.ListEnginesRequest()).engines
+    again = raws[0].register([record("e", tp_size=1)], lease_key="another")
+    assert raws[1].topology("e", min_revision=again.revision).engine.epoch == 1
+    for raw in raws:
+        raw.channel.close()
+
+
+def test_a_backup_that_was_restored_is_another_book_so_that_no_reader_goes_back(
+    servers: Callable[..., Sequence[Any]], own_node: EtcdNode
+) -> None:
+    started = servers(2, store=own_node.url("book"))
+    raws = [Raw(server.grpc) for server in started]
+    signed = raws[0].register([record("kept", tp_size=1)])
+    own_node.stop()
+    backup = own_node.folder / "backup"
+    shutil.copytree(own_node.folder / "data", backup)
+    own_node.start()
+    for server in started:
+        eventually(lambda s=server: health(s.grpc) == SERVING, 15, "it serves")
+    lost = raws[1].register([record("lost", tp_size=1)])
+    assert raws[0].topology("lost", min_revision=lost.revision).engine.present == 1
+    own_node.stop()
+    shutil.rmtree(own_node.folder / "data")
+    backup.rename(own_node.folder / "data")
+    own_node.start()
+    ids = set()
+    for server, raw in zip(started, raws, strict=True):
+        eventually(
+            lambda r=raw: r.call("GetStatus", v1.GetStatusRequest()).book_id != signed.book_id,
+            15,
+            "the other book",
+        )
+        eventually(lambda s=server: health(s.grpc) == SERVING, 15, "it serves")
+        listed = raw.call("ListEngines", v1.ListEnginesRequest())
+        assert [engine.engine_id for engine in listed.engines] == ["kept"]
+        ids.add(listed.book_id)
+    assert len(ids) == 1
+    for raw in raws:
+        raw.channel.close()
