@@ -38,7 +38,11 @@ def main() -> int:
     given = parser.parse_args()
     if not given.check:
         raise_loopback()
-        asyncio.run(_run(given))
+        try:
+            asyncio.run(_run(given))
+        except asyncio.CancelledError:
+            _say("interrupted; everything is ended")
+            return 130
     return _judge(given.folder)
 
 

@@ -200,6 +200,7 @@ class Deployment:
         for node in reversed(self.nodes):
             node.kill()
         for member in self.members:
+            (self.stage.folder / f"{member.name}.log").write_text(member.node.log)
             member.node.close()
         await self.network.close()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from pathlib import Path
 
 import rankbook
@@ -45,6 +46,8 @@ async def play(folder: Path, *, seed: int, seconds: float, mix: Mix, scale: Scal
     """
     stage = Stage(folder)
     stage.journals.mkdir(parents=True)
+    # Whatever a node keeps goes with the folder, also where the run is killed.
+    tempfile.tempdir = str(folder)
     stage.set_scale(scale)
     journal = Journal(stage.journals / "play.jsonl")
     journal.note("begin", seed=seed, seconds=seconds, mix=mix.name, scale=vars_of(scale))
