@@ -125,6 +125,8 @@ class Follower:
                 await asyncio.sleep(_RETRY_S)
                 continue
             try:
+                if replica.is_torn:
+                    await replica.load(self._store)
                 self._following = True
                 async for commit in self._store.watch(replica.revision):
                     if not replica.fold_commit(commit):

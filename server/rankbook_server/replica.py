@@ -63,6 +63,9 @@ class Replica:
         """Revision at which this process read the book first."""
         self.is_loaded = False
         """Whether the book was read since the start."""
+        self.is_torn = False
+        """Whether something is missing here that no later commit brings: the book
+        must be read anew."""
 
     def subscribe(self, listener: Listener) -> None:
         """Has a listener told of every later change."""
@@ -76,7 +79,9 @@ class Replica:
         entry = (revision, future)
         self._reaching.add(entry)
         try:
-            await asyncio.wait_for(future, timeout_s)
+            # Not `wait_for`: before 3.12 that one may swallow a cancellation.
+            async with asyncio.timeout(timeout_s):
+                await future
         except TimeoutError:
             return False
         finally:
@@ -91,13 +96,14 @@ class Replica:
             Unavailable: The store is away, or holds half an import; nothing was taken.
         """
         snapshot = await store.snapshot()
-        if self.is_loaded and snapshot.revision < self.revision:
+        while self.is_loaded and snapshot.revision < self.revision:
             # What was committed meanwhile is newer; a store of one process has no such.
-            return
+            snapshot = await store.snapshot()
         since = self.revision + 1
         engines = self._books.load(snapshot, store.description)
+        self._keys.loaded()
         self._keys.doubt(self._clock.now())
-        self.is_loaded = True
+        self.is_loaded, self.is_torn = True, False
         self._read_revision = snapshot.revision
         self.loaded_revision = self.loaded_revision or snapshot.revision
         self._moved(max(self.revision, snapshot.revision))
@@ -167,6 +173,7 @@ class Replica:
                 "somebody wrote to the book without asking for its last revision; it is read anew",
                 revision=commit.revision,
             )
+            self.is_torn = True
             return False
         if any(op.key == IMPORT_KEY for op in commit.ops):
             # Nothing of it is taken in before it is whole.
