@@ -56,6 +56,8 @@ class LeaseKeys:
         self._news = news
         self._live: set[str] = set()
         self._doubt_s = float("-inf")
+        self._mass_s = float("-inf")
+        self._went_s: deque[float] = deque()
         self._lost: deque[tuple[float, LeaseEntry, Book]] = deque()
 
     def __len__(self) -> int:
@@ -74,9 +76,7 @@ class LeaseKeys:
         if presence.anew:
             away = frozenset(self._live - presence.live)
             self._live = set(presence.live)
-            for book in self._books.all():
-                for lease_id, entry in book.leases.items():
-                    entry.kept = lease_id in self._live and not entry.stored.ended
+            self.loaded()
         else:
             self._live |= presence.live
             self._live -= away
@@ -85,6 +85,13 @@ class LeaseKeys:
         for book, entry in self._entries(away):
             if not entry.stored.ended:
                 self._went(book, entry, now)
+
+    def loaded(self) -> None:
+        """Notes which leases of books that were read anew have their key: news are
+        only of changes."""
+        for book in self._books.all():
+            for lease_id, entry in book.leases.items():
+                entry.kept = lease_id in self._live and not entry.stored.ended
 
     def alive(self, lease_ids: Iterable[str], now: Instant) -> None:
         """Takes the store's word that leases live that were taken for dead."""
@@ -117,22 +124,31 @@ class LeaseKeys:
             self._news.renewed({entry.lease_id: entry.deadline - now.mono_s})
         else:
             entry.deadline = max(now.mono_s + CONFIRM_S, self._doubt_s + entry.ttl_s)
+            self._went_s.append(now.mono_s)
             self._lost.append((now.mono_s, entry, book))
         entry.due = float("inf")
         book.schedule(entry)
         self._look_for_mass(now)
 
     def _look_for_mass(self, now: Instant) -> None:
-        while self._lost and self._lost[0][0] < now.mono_s - _MASS_S:
+        since_s = now.mono_s - _MASS_S
+        while self._went_s and self._went_s[0] < since_s:
+            self._went_s.popleft()
+        while self._lost and self._lost[0][0] < since_s:
             self._lost.popleft()
-        lost = len(self._lost)
-        if lost < _MASS or lost < _MASS_SHARE * (len(self._live) + lost):
+        lost = len(self._went_s)
+        if lost < _MASS:
             return
-        structlog.get_logger("rankbook.registry").error(
-            "very many leases went at once; none of them ends before a full time to live",
-            leases=lost,
-            live=len(self._live),
-        )
+        # What goes in the moments after a mass belongs to it.
+        if self._mass_s < since_s:
+            if lost < _MASS_SHARE * (len(self._live) + lost):
+                return
+            structlog.get_logger("rankbook.registry").error(
+                "very many leases went at once; none of them ends before a full time to live",
+                leases=lost,
+                live=len(self._live),
+            )
+        self._mass_s = now.mono_s
         for _, entry, book in self._lost:
             if not entry.kept and not entry.stored.ended and entry.lease_id in book.leases:
                 entry.deadline = max(entry.deadline, now.mono_s + entry.ttl_s)
