@@ -126,7 +126,6 @@ class LeaseKeys:
             entry.deadline = max(now.mono_s + CONFIRM_S, self._doubt_s + entry.ttl_s)
             self._went_s.append(now.mono_s)
             self._lost.append((now.mono_s, entry, book))
-        entry.due = float("inf")
         book.schedule(entry)
         self._look_for_mass(now)
 
