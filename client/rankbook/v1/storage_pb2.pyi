@@ -11,6 +11,9 @@ Keys (NS is the namespace; ids never contain a slash):
   NS/l/LEASE_ID                     StoredLease
   import                            StoredImport, while one is under way
 
+Beside the book, where servers share a store (P is the prefix of `--store`):
+  P/server/BOOT_ID                  StoredServer
+
 `change_revision` in a value is the revision of the last change that readers
 may see; zero means the revision at which this value was written.
 """
@@ -480,6 +483,90 @@ class StoredLiveness(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["ttl_millis", b"ttl_millis", "version", b"version"]) -> None: ...
 
 global___StoredLiveness = StoredLiveness
+
+@typing.final
+class StoredServer(google.protobuf.message.Message):
+    """What a server tells the other servers of a store that they share: which
+    transfers are reported to it from engines that drain. On a lease of the
+    store's own, so it stays for a while when its server dies.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    BOOK_ID_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    LOADED_REVISION_FIELD_NUMBER: builtins.int
+    COMPLETE_FIELD_NUMBER: builtins.int
+    FLYING_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Version of this encoding: 1."""
+    boot_id: builtins.str
+    """The life of the server; a restart is another one."""
+    book_id: builtins.str
+    """The book it serves."""
+    revision: builtins.int
+    """What it had of the book when it wrote this. It has answered for every drain
+    that was set up to here.
+    """
+    loaded_revision: builtins.int
+    """Revision at which it read the book first."""
+    complete: builtins.bool
+    """It has taken reports for long enough that every process has repeated its
+    own. Until then it speaks only for engines that started after
+    `loaded_revision`.
+    """
+    @property
+    def flying(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StoredFlying]:
+        """Engines that drain and have transfers in flight; what drains and is not
+        here has none that was reported to this server.
+        """
+
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        boot_id: builtins.str = ...,
+        book_id: builtins.str = ...,
+        revision: builtins.int = ...,
+        loaded_revision: builtins.int = ...,
+        complete: builtins.bool = ...,
+        flying: collections.abc.Iterable[global___StoredFlying] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["book_id", b"book_id", "boot_id", b"boot_id", "complete", b"complete", "flying", b"flying", "loaded_revision", b"loaded_revision", "revision", b"revision", "version", b"version"]) -> None: ...
+
+global___StoredServer = StoredServer
+
+@typing.final
+class StoredFlying(google.protobuf.message.Message):
+    """Transfers in flight from one start of an engine, as one server was told."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    TRANSFERS_IN_FLIGHT_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    """Its namespace."""
+    engine_id: builtins.str
+    """The engine."""
+    generation: builtins.str
+    """The start."""
+    transfers_in_flight: builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        engine_id: builtins.str = ...,
+        generation: builtins.str = ...,
+        transfers_in_flight: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "generation", b"generation", "namespace", b"namespace", "transfers_in_flight", b"transfers_in_flight"]) -> None: ...
+
+global___StoredFlying = StoredFlying
 
 @typing.final
 class StoredImport(google.protobuf.message.Message):
