@@ -246,6 +246,8 @@ class Wave:
         assert decision.txn is not None
         ops = decision.txn.ops
         size = sum(len(op.key) + (len(op.value) if isinstance(op, Put) else 0) for op in ops)
+        # The store is asked about these, and takes them for keys.
+        size += sum(map(len, decision.expired))
         if self.outcomes and (len(ops) > self._room or size > self._bytes):
             self._full = True
             return False

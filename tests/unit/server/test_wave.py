@@ -471,6 +471,29 @@ def test_a_wave_has_as_many_bytes_as_it_may(loop: asyncio.AbstractEventLoop) -> 
         assert len(turns.waves) == waves
 
 
+def test_leases_that_the_store_is_asked_about_count_as_bytes(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    desk = desk_with(0, 1)
+    desk.mono_s += 20
+    asks = [Ask("expire"), register(one(0, "f_dp0"))]
+    turns = Turns(desk, loop)
+    for ask in asks:
+        turns.ask(ask)
+    wave = turns.take()
+    assert len(wave.writes) == 2
+    keys = [op.key for o in wave.writes for op in o.txn_to_keep.ops]
+    values = [getattr(op, "value", b"") for o in wave.writes for op in o.txn_to_keep.ops]
+    asked = [lease_id for o in wave.writes if o.decision for lease_id in o.decision.expired]
+    assert len(asked) == 2
+    most = sum(map(len, [*keys, *values, *asked]))
+    for bound, count in ((most, 2), (most - 1, 1)):
+        turns = Turns(desk, loop, most_bytes=bound)
+        for ask in asks:
+            turns.ask(ask)
+        assert len(turns.take().writes) == count
+
+
 def test_one_decision_over_a_bound_is_a_wave_of_its_own(loop: asyncio.AbstractEventLoop) -> None:
     desk = desk_with(0, 1)
     for bound in ({"most_ops": 1}, {"most_bytes": 10}):
