@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +118,22 @@ def book(request: pytest.FixtureRequest) -> str:
         return on_etcd
     node: EtcdNode = request.getfixturevalue("etcd_node")
     return node.url("direct")
+
+
+@pytest.fixture(scope="session", params=["memory", "etcd"])
+def either_rankbookd(request: pytest.FixtureRequest) -> Any:
+    """The shared server, over either kind of store."""
+    name = "shared_rankbookd" if request.param == "memory" else "etcd_rankbookd"
+    return request.getfixturevalue(name)
+
+
+@pytest.fixture(params=["sqlite", "etcd"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a store of the test's own that outlives its server."""
+    if request.param == "sqlite":
+        return f"sqlite:{tmp_path}/book.db"
+    node: EtcdNode = request.getfixturevalue("etcd_node")
+    return node.url(f"own-{os.getpid()}-{next(_numbers)}")
 
 
 @pytest.fixture

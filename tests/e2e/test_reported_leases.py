@@ -33,8 +33,8 @@ def drained(events):
 
 
 @pytest.fixture
-def view(shared_rankbookd):
-    with rankbook.Client(shared_rankbookd.grpc) as client, rankbook.TopologyView(client) as made:
+def view(either_rankbookd):
+    with rankbook.Client(either_rankbookd.grpc) as client, rankbook.TopologyView(client) as made:
         made.wait_synced(10)
         yield made
 
@@ -115,7 +115,7 @@ sys.stdin.readline()
 
 
 def test_a_worker_whose_event_loop_is_starved_for_three_ttls_stays(
-    shared_rankbookd, view, worker, made, engine_id
+    either_rankbookd, view, worker, made, engine_id
 ):
     """ai-dynamo/dynamo#5656, NVIDIA/TensorRT-LLM#16445, agno#9512: the heartbeat shared a
     loop with model loading, or with the work it was to certify, and the worker was taken for dead.
@@ -123,14 +123,14 @@ def test_a_worker_whose_event_loop_is_starved_for_three_ttls_stays(
     The lease is kept by another process, so nobody hears of a pause of 3 x TTL.
     """
     events = changes_of(view, engine_id)
-    one = worker(shared_rankbookd.grpc, made.record(engine_id, boot_id=""), then=STARVED)
+    one = worker(either_rankbookd.grpc, made.record(engine_id, boot_id=""), then=STARVED)
     assert events.get(timeout=2) is EventType.ADDED
     assert one.line() == "REGISTERED"
     assert events.empty()
 
 
 def test_a_worker_that_keeps_its_lease_in_process_is_back_by_itself_after_a_pause(
-    shared_rankbookd, view, worker, made, engine_id
+    either_rankbookd, view, worker, made, engine_id
 ):
     """ai-dynamo/dynamo#5656, the other half: where the heartbeat lives in the worker after all.
 
@@ -139,7 +139,7 @@ def test_a_worker_that_keeps_its_lease_in_process_is_back_by_itself_after_a_paus
     """
     events = changes_of(view, engine_id)
     record = made.record(engine_id, boot_id="")
-    one = worker(shared_rankbookd.grpc, record, mode="thread", then=BLOCKED)
+    one = worker(either_rankbookd.grpc, record, mode="thread", then=BLOCKED)
     assert [events.get(timeout=8) for _ in range(3)] == [
         EventType.ADDED,
         EventType.REMOVED,
@@ -151,14 +151,14 @@ def test_a_worker_that_keeps_its_lease_in_process_is_back_by_itself_after_a_paus
     assert events.empty()
 
 
-def test_nobody_has_to_ask_for_a_heartbeat(rankbookd, made):
+def test_nobody_has_to_ask_for_a_heartbeat(rankbookd, made, any_store):
     """LMCache/LMCache#4808: a server reaped after 30 s workers whose default was to send nothing.
     LMCache/LMCache#4715: the heartbeat began with the first request, so idle ranks were reaped.
 
     With every setting left at its default, client and server agree: renewals
     come unasked, before anything was served, at most a third of the TTL apart.
     """
-    server = rankbookd()
+    server = rankbookd(store=any_store)
 
     def renewals() -> float:
         name = 'rankbook_calls_total{method="RenewLeases",reason="OK"}'
@@ -175,14 +175,14 @@ def test_nobody_has_to_ask_for_a_heartbeat(rankbookd, made):
 
 
 def test_a_restart_of_the_registry_gives_a_dead_worker_one_ttl_and_no_more(
-    rankbookd, made, tmp_path
+    rankbookd, made, any_store
 ):
     """etcd-io/etcd#20273: a restart refreshed every TTL, for dead holders too.
 
     A worker died before the registry did. It is shown for at most one full
     TTL from the moment the registry serves again, and then is gone.
     """
-    server = rankbookd(store=f"sqlite:{tmp_path}/book.db")
+    server = rankbookd(store=any_store)
     with rankbook.Client(server.grpc, timeout_s=10) as client:
         registered = client.register_workers(
             [made.record("e")], sequence=1, lease_key="dead", ttl_s=TTL_S
