@@ -85,7 +85,10 @@ class Follower:
         started_s = self._clock.mono()
         last = await self._store.last_revision()
         if not await self._replica.reach(last, _LONG_S):
-            self.cut(f"the store is at revision {last}, and only {self._replica.revision} came")
+            # Where following fails, that is why.
+            known = self.trouble if self._cut_s is not None and not self._following else ""
+            behind = f"the store is at revision {last}, and only {self._replica.revision} came"
+            self.cut(known or behind)
         elif not (self._following and self._hearing):
             self.cut(self.trouble or "the store is not followed yet")
         elif self._clock.mono() - started_s > _LONG_S:
