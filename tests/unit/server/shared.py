@@ -194,6 +194,8 @@ class Line:
         """Watches of commits stand still."""
         self.blind = False
         """Watches of leases stand still."""
+        self.still = False
+        """Nothing is answered and nothing comes."""
         self.lose_replies = 0
         """So many commits are kept, and then fail with an unknown outcome."""
         self.before_commit: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -238,6 +240,7 @@ class Line:
         return self.store.revision
 
     async def commit(self, txns: Sequence[Txn]) -> list[int | None]:
+        await self._ask()
         self._check(self.full)
         if (before := self.before_commit) is not None:
             self.before_commit = None
@@ -252,11 +255,13 @@ class Line:
         return results
 
     async def touch(self, leases: Mapping[str, float]) -> None:
+        await self._ask()
         self._check(self.mute or self.full)
         await self.store.touch(leases)
         await self._late()
 
     async def drop(self, lease_ids: Iterable[str]) -> None:
+        await self._ask()
         self._check(self.mute or self.full)
         await self.store.drop(lease_ids)
         await self._late()
@@ -269,7 +274,7 @@ class Line:
         seen = from_revision
         while self._open:
             self._check()
-            if not self.deaf:
+            if not (self.deaf or self.still):
                 for commit in self.store.since(seen):
                     self._check()
                     seen = commit.revision
@@ -277,13 +282,13 @@ class Line:
             await self.store.wait()
 
     async def presence(self) -> AsyncIterator[Presence]:
-        self._check()
+        await self._ask()
         live = frozenset(await self.store.live())
         yield Presence(live, anew=True)
         while self._open:
             self._check()
             now = await self.store.live()
-            if not self.blind and live != frozenset(now):
+            if not (self.blind or self.still) and live != frozenset(now):
                 was, live = live, frozenset(now)
                 yield Presence(live - was, was - live)
                 continue
@@ -292,13 +297,16 @@ class Line:
     def heal(self) -> None:
         """Mends whatever was broken."""
         self.down = self.full = self.mute = ""
-        self.deaf = self.blind = False
+        self.deaf = self.blind = self.still = False
         self.delay_s = self.snapshot_delay_s = 0.0
         self.store.stir()
 
     async def _ask(self) -> None:
         self._check()
         await asyncio.sleep(0)
+        while self.still:
+            await self.store.wait()
+        self._check()
 
     async def _late(self) -> None:
         if self.delay_s:

@@ -476,7 +476,7 @@ def test_leases_that_the_store_is_asked_about_count_as_bytes(
 ) -> None:
     desk = desk_with(0, 1)
     desk.mono_s += 20
-    asks = [Ask("expire"), register(one(0, "f_dp0"))]
+    asks = [Ask("expire"), register(one(0, "f_dp0", group="decode"))]
     turns = Turns(desk, loop)
     for ask in asks:
         turns.ask(ask)
