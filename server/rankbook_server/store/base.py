@@ -202,6 +202,42 @@ class SharedStore(Store, Protocol):
             Unavailable: The store is away or not open, or the connection broke.
         """
 
+    async def announce(self, server_id: str, word: bytes, ttl_s: float) -> bool:
+        """Has every server read a word of one server's, for so long from now.
+
+        It takes the place of that server's word before. The same one again only
+        moves its end, which writes nothing and takes no revision. One call at a
+        time for each server.
+
+        Args:
+            server_id: The server that speaks, a word of `[A-Za-z0-9._-]`.
+            word: What it says.
+            ttl_s: How long it is kept, in seconds, above zero.
+
+        Returns:
+            Whether the word before was still kept; False at the first one.
+
+        Raises:
+            ValueError: The time is zero, negative or not finite.
+            Unavailable: The store is away or not open; the word may be kept.
+        """
+
+    async def announced(self) -> Mapping[str, bytes]:
+        """Returns the words that are kept now, by server.
+
+        Everything that was announced before the call and has not run out is there.
+
+        Raises:
+            Unavailable: The store is away or not open.
+        """
+
+    async def withdraw(self, server_id: str) -> None:
+        """Takes a server's word back; no effect where this store holds none of it.
+
+        Raises:
+            Unavailable: The store is away or not open.
+        """
+
 
 def is_shared(store: Store) -> TypeGuard[SharedStore]:
     """Whether several servers may write to a store."""

@@ -26,6 +26,7 @@ from rankbook_server.store.base import Compacted, Presence, Snapshot, check_txns
 from rankbook_server.store.etcd_keys import BookKeys
 from rankbook_server.store.etcd_liveness import EtcdLiveness
 from rankbook_server.store.etcd_url import EtcdAddress
+from rankbook_server.store.etcd_words import EtcdWords
 
 __all__ = ["LAYOUT_VERSION", "EtcdStore"]
 
@@ -72,6 +73,7 @@ class _Life:
         """Revision that created the head."""
         self.keeper = LeaseKeeper(client)
         self.liveness = EtcdLiveness(client, self.keeper, keys, head.book_id)
+        self.words = EtcdWords(client, self.keeper, keys, head.book_id)
         self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.last = created
         """The last revision that was committed here."""
@@ -222,6 +224,18 @@ class EtcdStore:
         """See `SharedStore`."""
         life = self._opened()
         return life.liveness.presence(life.stop)
+
+    async def announce(self, server_id: str, word: bytes, ttl_s: float) -> bool:
+        """See `SharedStore`."""
+        return await self._opened().words.announce(server_id, word, ttl_s)
+
+    async def announced(self) -> Mapping[str, bytes]:
+        """See `SharedStore`."""
+        return await self._opened().words.announced()
+
+    async def withdraw(self, server_id: str) -> None:
+        """See `SharedStore`."""
+        await self._opened().words.withdraw(server_id)
 
     async def close(self) -> None:
         """See `Store`."""

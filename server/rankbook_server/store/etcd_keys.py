@@ -7,6 +7,7 @@ Under a prefix P:
                     value of it is another book
     P/book/KEY      an entry
     P/live/LEASE    StoredLiveness, on an etcd lease of that time to live
+    P/server/BOOT   StoredServer, on an etcd lease: what a server tells the others
 
 A watch of the keys from P/book to P/book0 sees every commit, also an empty one.
 """
@@ -37,6 +38,10 @@ class BookKeys:
         """What every liveness key starts with."""
         self.live_end = f"{prefix}/live0".encode()
         """The first key past these."""
+        self.servers = f"{prefix}/server/".encode()
+        """What every key of a server starts with."""
+        self.servers_end = f"{prefix}/server0".encode()
+        """The first key past these."""
 
     def entry(self, key: str) -> bytes:
         """The key of an entry."""
@@ -58,6 +63,14 @@ class BookKeys:
     def lease_id(self, key: bytes) -> str:
         """The lease that a liveness key is of."""
         return key[len(self.live) :].decode(errors="replace")
+
+    def server(self, server_id: str) -> bytes:
+        """The key of a server."""
+        return self.servers + server_id.encode()
+
+    def server_id(self, key: bytes) -> str:
+        """The server that a key is of."""
+        return key[len(self.servers) :].decode(errors="replace")
 
 
 def lease_number(book_id: str, lease_id: str, ttl_s: int) -> int:

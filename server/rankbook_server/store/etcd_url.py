@@ -24,7 +24,7 @@ MAX_PREFIX = 200
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _PREFIX = re.compile(r"[A-Za-z0-9._/-]+")
 _OPTIONS = ("tls", "ca", "cert", "key", "user", "password_file")
-_OWN_NAMES = frozenset({"book", "live"})
+_OWN_NAMES = frozenset({"book", "live", "server"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ def _prefix(prefix: str) -> str:
     if not all(parts):
         raise ValueError("no part of a prefix may be empty")
     if not _OWN_NAMES.isdisjoint(parts[1:]):
-        # P/book/... and P/live/... are keys of the book at P.
-        raise ValueError("no part of a prefix but the first may be book or live")
+        # P/book/... and so on are keys of the book at P.
+        raise ValueError("no part of a prefix but the first may be book, live or server")
     return prefix
 
 
