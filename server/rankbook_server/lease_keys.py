@@ -121,7 +121,8 @@ class LeaseKeys:
         entry.kept = False
         if now.mono_s < entry.heard_s + entry.ttl_s:
             entry.deadline = entry.heard_s + entry.ttl_s
-            self._news.renewed({entry.lease_id: entry.deadline - now.mono_s})
+            # With its whole time: another one would be another lease of the store's.
+            self._news.renewed({entry.lease_id: entry.ttl_s})
         else:
             entry.deadline = max(now.mono_s + CONFIRM_S, self._doubt_s + entry.ttl_s)
             self._went_s.append(now.mono_s)
