@@ -203,8 +203,9 @@ class Turns:
 
 
 def content(book: Book, known: Iterable[str]) -> dict[str, Any]:
-    """What a book keeps and says, but for revisions, and for the names of leases
-    that are not among those known."""
+    """What a book keeps and says, but for revisions, for the names of leases that are
+    not among those known, and for deadlines: whoever asks to write under a lease
+    lives, also where the write waits."""
     names = {lease_id: lease_id for lease_id in known}
     for lease_id, entry in book.leases.items():
         names.setdefault(lease_id, f"new, of {entry.stored.lease_key}")
@@ -228,7 +229,7 @@ def content(book: Book, known: Iterable[str]) -> dict[str, Any]:
         state_name = v1.State.Name(book.state(name))
         engines[name] = (str(head), slots, state_name, engine.unsaved)
     leases = {
-        lease(lease_id): (str(entry.stored), sorted(entry.holds), entry.deadline)
+        lease(lease_id): (str(entry.stored), sorted(entry.holds), entry.lives(book.clock_s))
         for lease_id, entry in book.leases.items()
     }
     facts = v1.StoredNamespace.FromString(book.facts.SerializeToString())
