@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rankbook import v1
 from rankbook.errors import Overloaded, Reason, Unavailable
@@ -51,6 +51,8 @@ class Books:
         self._max = max_namespaces
         self._books: dict[str, Book] = {}
         self._emptied: dict[str, v1.StoredNamespace] = {}
+        self.on_grace: Callable[[Instant], None] = lambda _: None
+        """Called when every lease got a full time to live."""
 
     def get(self, namespace: str) -> Book:
         """A namespace's book; an empty one, not kept, where nothing was written."""
@@ -99,6 +101,7 @@ class Books:
         """Gives every lease a full time to live from now (rule 8)."""
         for book in self._books.values():
             book.grant_grace(now)
+        self.on_grace(now)
 
     def load(self, snapshot: Snapshot, store: str) -> dict[str, set[str]]:
         """Takes a store's content in place of what is held, with grace for every lease.

@@ -82,7 +82,8 @@ class _Host:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        server = Server(self._settings, SystemClock(), spread_s=random.random() * _SPREAD_S)
+        spread_s = random.random() * _SPREAD_S
+        server = Server(self._settings, SystemClock(), spread_s=spread_s, alone=True)
         await server.start()
         failed = asyncio.create_task(server.failed())
         stopping = asyncio.create_task(self._stop.wait())

@@ -102,6 +102,12 @@ class Peers:
             changed |= self._take_out(key)
         return changed
 
+    def grace(self, now: Instant) -> None:
+        """Lets every report count for a full time from now: it could not be repeated
+        until now."""
+        for key, report in self._reports.items():
+            self._reports[key] = _Report(now.mono_s + FORGET_S, report.peers)
+
     def in_flight(self, namespace: str, engine_id: str, generation: str) -> int:
         """Transfers reported in flight from one start of an engine."""
         return self._flying.get((namespace, engine_id, generation), 0)
@@ -109,6 +115,11 @@ class Peers:
     def __len__(self) -> int:
         """Processes whose report counts."""
         return len(self._reports)
+
+    @property
+    def connections(self) -> int:
+        """Connections in all reports that count."""
+        return self._connections
 
     def _take_out(self, key: tuple[str, str]) -> set[str]:
         report = self._reports.pop(key, None)

@@ -124,12 +124,18 @@ class Registry:
         """Names this life of the server."""
         self.started_s = clock.unix()
         """When this life began, in seconds since 1970."""
+        self.opened_s: float | None = None
+        """When the book was read first, on the clock that never goes back."""
         self.available = False
         """Whether writes can be taken now."""
         self.on_available: Callable[[bool], None] = lambda _: None
         """Called when `available` changes."""
         self.on_replaced: Callable[[], None] = lambda: None
         """Called when another book took the place of the one that was read."""
+        self.on_grace: Callable[[Instant], None] = lambda _: None
+        """Called when nobody could be heard until now: every lease got a full time
+        to live, and so must whatever else has to be repeated."""
+        self._books.on_grace = lambda now: self.on_grace(now)
 
     # ------------------------------------------------------------- life cycle
 
@@ -505,6 +511,8 @@ class Registry:
         self._set_available(False)
 
     def _set_available(self, available: bool) -> None:
+        if available and self.opened_s is None:
+            self.opened_s = self._clock.mono()
         if available != self.available:
             self.available = available
             self.on_available(available)

@@ -21,6 +21,7 @@ from rankbook.limits import MAX_MESSAGE_BYTES
 from rankbook_server.clock import Clock
 from rankbook_server.config import Listen, Settings, parse_listen
 from rankbook_server.core.fold import BookLimits
+from rankbook_server.drains import Drains
 from rankbook_server.metrics import Metrics
 from rankbook_server.peers import Peers
 from rankbook_server.registry import Registry, RegistryLimits
@@ -29,6 +30,7 @@ from rankbook_server.rpc.methods import SERVICE
 from rankbook_server.rpc.service import Service, shutting_down
 from rankbook_server.rpc.status import boundary
 from rankbook_server.store import open_store
+from rankbook_server.store.base import is_shared
 from rankbook_server.view import View
 from rankbook_server.waiters import Waiters
 from rankbook_server.watch import Hub
@@ -61,13 +63,16 @@ class ListenError(Exception):
 class Server:
     """rankbookd in one object. For one event loop; `start`, then `stop`."""
 
-    def __init__(self, settings: Settings, clock: Clock, *, spread_s: float = 0.0) -> None:
+    def __init__(
+        self, settings: Settings, clock: Clock, *, spread_s: float = 0.0, alone: bool = False
+    ) -> None:
         """Builds every part and opens nothing.
 
         Args:
             settings: All settings.
             clock: Time and ids.
             spread_s: Upkeep is done so much later than it is due, in seconds.
+            alone: Serves nobody but its own process.
 
         Raises:
             BadRequest: The store's URL means no store.
@@ -97,7 +102,12 @@ class Server:
         for listener in (view, self._waiters, self._hub):
             self.registry.subscribe(listener)
         peers = Peers(settings.max_reporters)
-        calls = Calls(self.registry, view, self._waiters, self._hub, peers, clock, version())
+        self.registry.on_grace = peers.grace
+        shared = store if is_shared(store) else None
+        self._drains = Drains(self.registry, peers, clock, shared, alone=alone)
+        if shared is not None:
+            self.registry.subscribe(self._drains)
+        calls = Calls(self.registry, view, self._waiters, self._hub, self._drains, clock, version())
         self.metrics = Metrics()
         self._service = Service(
             calls,
@@ -151,6 +161,7 @@ class Server:
         self.registry.start()
         self._tasks = [
             *self.registry.tasks,
+            *self._drains.start(),
             asyncio.create_task(self._tick_watches(), name="watch-progress"),
         ]
         if web_socket is not None:
@@ -339,6 +350,7 @@ class Server:
         self._service.end()
         assert self._grpc is not None
         await self._grpc.stop(self._settings.drain_grace)
+        await self._drains.close()
         await self.registry.close()
         if self._web_stop is not None:
             self._web_stop()

@@ -22,8 +22,9 @@ from rankbook.limits import (
 )
 from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
+from rankbook_server.drains import LOOK_S, Drains, Words
 from rankbook_server.pairing import compare, prepare_plan
-from rankbook_server.peers import FORGET_S, Peers, drain_outcome
+from rankbook_server.peers import drain_outcome
 from rankbook_server.registry import Registry
 from rankbook_server.rpc.topology import TopologyReader, require_usable
 from rankbook_server.view import View
@@ -95,7 +96,7 @@ class Calls:
         view: View,
         waiters: Waiters,
         hub: Hub,
-        peers: Peers,
+        drains: Drains,
         clock: Clock,
         version: str,
     ) -> None:
@@ -106,7 +107,7 @@ class Calls:
         """Counts the sessions that are open."""
         self._view = view
         self._waiters = waiters
-        self._peers = peers
+        self._drains = drains
         self._clock = clock
         self._version = version
         self._topology = TopologyReader(registry, view, waiters, clock)
@@ -148,13 +149,17 @@ class Calls:
         if field == "register_workers":
             reply.boot_id = self.registry.boot_id
         if field == "drain_engine":
-            self._fill_drain(check_namespace(request.namespace), request.engine_id, reply)
+            # What other servers know comes in `_await_drain`.
+            words: Words | None = None if self.registry.is_shared else {}
+            self._fill_drain(check_namespace(request.namespace), request.engine_id, words, reply)
         return cast(Message, reply)
 
     def may_wait(self, field: str, request: Any) -> bool:
         """Whether a call may take longer than a read from memory does."""
         if field == "drain_engine":
-            return bool(request.HasField("wait"))
+            return self.registry.is_shared or bool(request.HasField("wait"))
+        if field == "report_peers":
+            return not self._drains.is_heard
         if field == "get_topology" and request.HasField("wait"):
             return True
         if field in ("get_topology", "list_engines"):
@@ -178,7 +183,7 @@ class Calls:
             check_wait("wait", seconds(request.wait), MAX_DRAIN_WAIT_S)
         if field in WRITES:
             reply = self.finish(field, request, await self.submit(field, request))
-            if field == "drain_engine" and request.HasField("wait"):
+            if field == "drain_engine":
                 await self._await_drain(request, cast(v1.DrainEngineResponse, reply), remaining_s)
             return reply
         # Status is asked for most when the store is away, and says that it is.
@@ -188,36 +193,44 @@ class Calls:
 
     # ------------------------------------------------------------------ drain
 
-    def _fill_drain(self, namespace: str, engine_id: str, reply: v1.DrainEngineResponse) -> None:
+    def _fill_drain(
+        self, namespace: str, engine_id: str, words: Words | None, reply: v1.DrainEngineResponse
+    ) -> None:
         view = self._view.engine(namespace, engine_id)
         if view is None:
             return
-        now, engine = self._clock.now(), view.engine
-        self._peers.forget(now)
-        flying = self._peers.in_flight(namespace, engine_id, engine.generation)
-        # Processes that were connected before this server started report within
-        # the time after which a report is forgotten.
-        complete = (
-            engine.start_revision > self.registry.loaded_revision
-            or now.unix_s - self.registry.started_s >= FORGET_S
-        )
+        engine = view.engine
+        flying, complete = self._drains.count(namespace, engine, words)
         reply.state, reply.revision = engine.state, engine.revision
         reply.transfers_in_flight = flying
-        reply.outcome = drain_outcome(engine, flying, reports_complete=complete, unix_s=now.unix_s)
+        reply.outcome = drain_outcome(
+            engine, flying, reports_complete=complete, unix_s=self._clock.unix()
+        )
 
     async def _await_drain(
         self, request: v1.DrainEngineRequest, reply: v1.DrainEngineResponse, left_s: float | None
     ) -> None:
-        namespace = check_namespace(request.namespace)
+        """Hears what the other servers know, and waits as long as is asked for."""
+        namespace, engine_id = check_namespace(request.namespace), request.engine_id
+        shared = self.registry.is_shared
         wait_s = seconds(request.wait)
-        until_s = self._clock.mono() + (wait_s if left_s is None else min(wait_s, left_s))
+        since_s = self._clock.mono()
+        until_s = since_s + (wait_s if left_s is None else min(wait_s, left_s))
         while reply.outcome == v1.DRAIN_OUTCOME_WAITING:
+            if shared:
+                words = await self._drains.listen(since_s)
+                self._fill_drain(namespace, engine_id, words, reply)
+                if reply.outcome != v1.DRAIN_OUTCOME_WAITING:
+                    return
             left = until_s - self._clock.mono()
             if left <= 0:
                 return
-            # Reports run out and deadlines pass without a word, so look again each second.
-            await self._waiters.engine(namespace, request.engine_id, min(left, 1.0))
-            self._fill_drain(namespace, request.engine_id, reply)
+            # Reports run out and deadlines pass without a word, so look again.
+            await self._waiters.engine(namespace, engine_id, min(left, LOOK_S if shared else 1.0))
+            if not shared:
+                self._fill_drain(namespace, engine_id, {}, reply)
+            # Calls that wait side by side share a look.
+            since_s = max(since_s, self._clock.mono() - LOOK_S)
 
     # ------------------------------------------------------------------ leases
 
@@ -252,9 +265,9 @@ class Calls:
         self, request: v1.ReportPeersRequest, remaining_s: float | None
     ) -> v1.ReportPeersResponse:
         namespace = check_namespace(request.namespace)
-        changed = self._peers.report(request, namespace, self._clock.now())
-        for engine_id in changed:
+        for engine_id in self._drains.report(request, namespace):
             self._waiters.stir(namespace, engine_id)
+        await self._drains.vouch()
         reply = v1.ReportPeersResponse()
         for peer in request.peers:
             view = self._view.engine(namespace, peer.engine_id)
