@@ -119,6 +119,26 @@ class SharedMemoryStore(MemoryStore):
         self._loop = loop
         self._waiting: set[asyncio.Future[None]] = set()
         super().__init__(self._clock.mono, self._clock.new_id, **bounds)
+        self._words: dict[str, tuple[bytes, float]] = {}
+        self.words_written = 0
+        """Words that were not the same as before."""
+
+    def words(self) -> dict[str, bytes]:
+        """What each server says, as far as it has not run out."""
+        now_s = self._clock.mono()
+        return {name: word for name, (word, ends_s) in self._words.items() if ends_s > now_s}
+
+    def say(self, server_id: str, word: bytes, ttl_s: float) -> bool:
+        """Keeps a word; returns whether the one before was still kept."""
+        before = self.words().get(server_id)
+        self.words_written += before != word
+        self._words[server_id] = word, self._clock.mono() + ttl_s
+        return before is not None
+
+    def lose(self, *server_ids: str) -> None:
+        """Forgets words: those of these servers, or all."""
+        for server_id in server_ids or tuple(self._words):
+            self._words.pop(server_id, None)
 
     def stir(self) -> None:
         """Has everybody look again."""
@@ -140,9 +160,10 @@ class SharedMemoryStore(MemoryStore):
         self.stir()
         return results
 
-    async def touch(self, leases: Mapping[str, float]) -> None:
-        await super().touch(leases)
+    async def touch(self, leases: Mapping[str, float]) -> Any:
+        made = await super().touch(leases)
         self.stir()
+        return made
 
     async def drop(self, lease_ids: Iterable[str]) -> None:
         await super().drop(lease_ids)
@@ -254,11 +275,12 @@ class Line:
             raise away("no answer came; whether it was written is not known")
         return results
 
-    async def touch(self, leases: Mapping[str, float]) -> None:
+    async def touch(self, leases: Mapping[str, float]) -> Any:
         await self._ask()
         self._check(self.mute or self.full)
-        await self.store.touch(leases)
+        made = await self.store.touch(leases)
         await self._late()
+        return made
 
     async def drop(self, lease_ids: Iterable[str]) -> None:
         await self._ask()
@@ -293,6 +315,22 @@ class Line:
                 yield Presence(live - was, was - live)
                 continue
             await self.store.wait(min(now.values(), default=None))
+
+    async def announce(self, server_id: str, word: bytes, ttl_s: float) -> bool:
+        self._check(self.mute or self.full)
+        kept = self.store.say(server_id, word, ttl_s)
+        await self._late()
+        return kept
+
+    async def announced(self) -> Mapping[str, bytes]:
+        await self._ask()
+        words = self.store.words()
+        await self._late()
+        return words
+
+    async def withdraw(self, server_id: str) -> None:
+        self._check(self.mute or self.full)
+        self.store.lose(server_id)
 
     def heal(self) -> None:
         """Mends whatever was broken."""
