@@ -122,6 +122,18 @@ def a_drain_and_an_eviction() -> Pair:
     return desk_with(0), drain(), evict()
 
 
+def an_eviction_and_the_end_of_a_lease_that_keeps_one_rank() -> Pair:
+    desk = desk_with(0, 1)
+    # From here on the end of one rank writes no head.
+    desk.seal()
+    return desk, evict(), revoke(desk, "e_dp0.g1.0.1")
+
+
+def the_end_of_a_lease_that_keeps_one_rank_and_an_eviction() -> Pair:
+    desk, gone, end = an_eviction_and_the_end_of_a_lease_that_keeps_one_rank()
+    return desk, end, gone
+
+
 def a_lease_that_ends_and_a_record_that_comes_under_it() -> Pair:
     desk = desk_with(0, 1)
     desk.call("deregister", deregister(0).request)
@@ -220,6 +232,8 @@ IN_THE_WAY: list[Callable[[], Pair]] = [
     a_seal_and_the_lease_that_keeps_a_rank,
     a_drain_and_the_end_of_the_last_rank,
     a_drain_and_an_eviction,
+    an_eviction_and_the_end_of_a_lease_that_keeps_one_rank,
+    the_end_of_a_lease_that_keeps_one_rank_and_an_eviction,
     a_lease_that_ends_and_a_record_that_comes_under_it,
     a_record_that_comes_under_a_lease_and_its_end,
     two_new_leases_of_one_key,
