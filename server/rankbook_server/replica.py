@@ -13,6 +13,7 @@ from typing import Protocol
 
 import structlog
 
+from rankbook.errors import Reason, Unavailable
 from rankbook_server.books import Books
 from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
@@ -24,6 +25,9 @@ from rankbook_server.store.base import Store
 from rankbook_server.wave import Outcome
 
 __all__ = ["REACH_S", "Listener", "Replica"]
+
+_READS = 8
+# Of a book that this server writes to meanwhile.
 
 REACH_S = 2.0
 """What another server has committed is here within milliseconds; so long is waited."""
@@ -93,12 +97,26 @@ class Replica:
         given a full time to live (rule 8).
 
         Raises:
-            Unavailable: The store is away, or holds half an import; nothing was taken.
+            Unavailable: The store is away, or holds half an import, or an older book
+                than was read before; nothing was taken.
         """
-        snapshot = await store.snapshot()
-        while self.is_loaded and snapshot.revision < self.revision:
-            # What was committed meanwhile is newer; a store of one process has no such.
+        for _ in range(_READS):
             snapshot = await store.snapshot()
+            if not self.is_loaded or snapshot.revision >= self.revision:
+                break
+            # What was committed meanwhile is newer; a store of one process has no such.
+        else:
+            raise Unavailable(
+                f"the book {store.description} is at revision {snapshot.revision} and this "
+                f"server's copy at {self.revision}: it was set back, or it is written to faster "
+                "than it is read",
+                reason=Reason.STORE_UNAVAILABLE,
+                metadata={
+                    "store": store.description,
+                    "store_revision": snapshot.revision,
+                    "book_revision": self.revision,
+                },
+            )
         since = self.revision + 1
         engines = self._books.load(snapshot, store.description)
         self._keys.loaded()

@@ -258,6 +258,15 @@ def test_a_snapshot_that_is_older_than_the_copy_is_not_taken() -> None:
     play(script)
 
 
+def test_a_book_that_was_set_back_is_not_taken() -> None:
+    async def script(rig: Rig) -> None:
+        rig.replica.fold_commit(Commit(rig.store.revision + 5, ()))
+        with pytest.raises(Unavailable, match="it was set back"):
+            await rig.replica.load(rig.line)
+
+    play(script)
+
+
 def test_every_lease_of_a_book_that_is_read_has_its_full_time() -> None:
     async def script(rig: Rig) -> None:
         assert rig.replica.fold_commit(await rig.commit(rig.decided()))
