@@ -5,10 +5,12 @@ BIN := $(VENV)/bin
 VLLM := 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_BIN := $(VLLM_VENV)/bin
+ETCD3_VENV := .venv-etcd3
+ETCD3_BIN := $(ETCD3_VENV)/bin
 MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-etcd34 fmt lint types test test-vllm vllm-seams demo demo-vllm proto proto-check build clean
+.PHONY: help setup setup-vllm setup-etcd3 setup-etcd34 fmt lint types test test-etcd3 test-vllm vllm-seams demo demo-vllm proto proto-check build clean
 
 help: ## What there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -37,6 +39,15 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	$(VLLM_BIN)/python -m pip install --quiet --editable '.[server]' pytest pytest-timeout
 	touch $@
 
+setup-etcd3: $(ETCD3_VENV)/.ready ## The environment with the PyPI package etcd3 0.12.0, .venv-etcd3
+# It imports beside our protobuf only where that runs in pure Python, which is set
+# for its own processes, so it has an environment of its own. No server in it.
+$(ETCD3_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(ETCD3_VENV)
+	$(ETCD3_BIN)/python -m pip install --quiet --upgrade pip
+	$(ETCD3_BIN)/python -m pip install --quiet etcd3==0.12.0 --editable .
+	touch $@
+
 setup-etcd34: .etcd-3.4/.ready ## etcd 3.4 of Debian beside 3.5, for the tests of every version; needs apt, not root
 .etcd-3.4/.ready:
 	mkdir -p .etcd-3.4
@@ -55,8 +66,11 @@ lint: setup ## Style, imports between the rooms
 types: setup ## mypy, strict
 	$(BIN)/mypy
 
-test: setup ## Every test but those that need vLLM
-	$(BIN)/python -m pytest -m 'not vllm'
+test: setup ## Every test but those that need vLLM or the package etcd3
+	$(BIN)/python -m pytest -m 'not vllm and not etcd3'
+
+test-etcd3: setup setup-etcd3 ## The package etcd3 0.12.0 reads, watches and writes a book on real etcd
+	$(BIN)/python -m pytest -m etcd3 tests/contract
 
 test-vllm: setup-vllm ## Real vLLM engines and prefill/decode pairs, on CPU; VLLM=0.28.0 for another
 	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm
@@ -84,4 +98,4 @@ build: setup ## Wheel and source archive in dist/
 	$(BIN)/python -m build
 
 clean: ## Remove what was built and installed here
-	rm -rf $(VENV) .venv-vllm* .etcd-3.4 dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* $(ETCD3_VENV) .etcd-3.4 dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
