@@ -336,6 +336,13 @@ def test_nor_where_they_were_missed() -> None:
     assert rig.due() == []
 
 
+def test_twice_such_a_node_and_nobody_else_is() -> None:
+    rig, names = many(16)
+    rig.hear(away=names)
+    rig.pass_time(CONFIRM_S + 0.01)
+    assert rig.due() == []
+
+
 def test_a_lost_node_of_eight_workers_is_not_very_many() -> None:
     rig, names = many(15)
     rig.hear(away=names)

@@ -382,6 +382,17 @@ def test_what_waits_goes_before_what_came_later(loop: asyncio.AbstractEventLoop)
     assert all(future.done() for future in (*rivals, later))
 
 
+def test_what_is_left_when_a_wave_is_full_keeps_its_order(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    turns = Turns(desk_with(0), loop, most_ops=2)
+    asks = [register(one(1)), register(one(1, boot_id="q")), begin("f_dp0"), begin("g_dp0")]
+    futures = [turns.ask(ask) for ask in asks]
+    wave = turns.take()
+    assert len(wave.outcomes) == 1
+    assert [command.future for command in turns.queue] == futures[1:]
+
+
 def test_a_command_behind_one_that_waits_is_not_even_asked(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
@@ -389,6 +400,8 @@ def test_a_command_behind_one_that_waits_is_not_even_asked(
     turns.ask(drain())
     turns.ask(evict())
     turns.ask(update(1))
+    for command in list(turns.queue)[1:]:
+        command.decide = None
     wave = turns.take()
     assert [outcome.command.name for outcome in wave.outcomes] == ["drain_engine"]
     assert [command.name for command in turns.queue] == ["evict_engine", "update_worker"]
