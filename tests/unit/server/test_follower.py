@@ -163,6 +163,32 @@ def test_why_following_fails_is_said_and_not_only_that_something_is_missing() ->
     play(script)
 
 
+@pytest.mark.parametrize("watch", ["watch", "presence"])
+def test_a_server_without_one_of_its_watches_is_cut_off_though_nothing_is_missing_yet(
+    watch: str,
+) -> None:
+    async def script(rig: Rig) -> None:
+        real = getattr(rig.line, watch)
+
+        def broken(*_: int) -> Any:
+            raise Unavailable(f"{watch} is refused")
+
+        setattr(rig.line, watch, broken)
+        rig.line.down = "broken for a moment"
+        rig.store.stir()
+        await asyncio.sleep(0.1)
+        rig.line.heal()
+        await asyncio.sleep(4.0)
+        assert rig.follower.is_cut_long
+        with pytest.raises(Unavailable, match="is refused"):
+            await rig.follower.catch_up()
+        setattr(rig.line, watch, real)
+        await asyncio.sleep(1.0)
+        assert rig.follower.cut_for_s == 0.0
+
+    play(script)
+
+
 def test_catching_up_says_how_far_behind_this_server_is() -> None:
     async def script(rig: Rig) -> None:
         rig.line.deaf = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+import structlog.testing
 
 from rankbook import v1
 from rankbook_server.books import Books
@@ -327,6 +328,24 @@ def test_nor_where_they_go_one_by_one_within_moments() -> None:
         rig.pass_time(0.01)
     rig.pass_time(1.0)
     assert rig.due() == []
+
+
+def test_what_goes_in_the_moments_after_a_mass_belongs_to_it() -> None:
+    rig, names = many(20, live=20)
+    with structlog.testing.capture_logs() as logs:
+        rig.hear(away=names)
+        assert len(rig.due()) == 0
+        first = rig.left_s(names[0])
+        # Others come back meanwhile: by its share alone it would be none any more.
+        rig.hear([f"new-{number}" for number in range(30)])
+        for number in range(5):
+            rig.pass_time(0.3)
+            rig.hear(away=[f"other-{number}"])
+    assert [log["leases"] for log in logs] == [20]
+    rig.pass_time(CONFIRM_S + 0.01)
+    assert rig.due() == []
+    # And gives those before it no more time than they got.
+    assert rig.left_s(names[0]) == pytest.approx(first - 5 * 0.3 - CONFIRM_S - 0.01)
 
 
 def test_nor_where_they_were_missed() -> None:
