@@ -241,6 +241,25 @@ def test_a_short_cut_gives_no_lease_more_time() -> None:
         await asyncio.sleep(0.3)
         assert not rig.entry().kept
         assert rig.left_s() <= CONFIRM_S
+        # Nor once the cut is known to have ended.
+        await asyncio.sleep(1.5)
+        assert rig.follower.cut_for_s == 0.0
+        assert rig.left_s() <= CONFIRM_S
+
+    play(script)
+
+
+def test_a_server_that_was_long_behind_gives_every_lease_a_full_time_too() -> None:
+    async def script(rig: Rig) -> None:
+        await rig.grant()
+        rig.line.deaf = True
+        await rig.store.commit([Txn(())])
+        await asyncio.sleep(20.0)
+        rig.line.heal()
+        await asyncio.sleep(0.5)
+        assert rig.follower.cut_for_s == 0.0
+        await rig.drop()
+        assert rig.left_s() > TTL_S - 1.0
 
     play(script)
 

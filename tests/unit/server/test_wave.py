@@ -540,10 +540,11 @@ def test_a_wave_takes_no_more_commands_than_its_bound(loop: asyncio.AbstractEven
 # --------------------------------------------------------------- nothing is left
 
 
-def test_a_refused_command_leaves_nothing(loop: asyncio.AbstractEventLoop) -> None:
+def test_what_writes_nothing_leaves_nothing(loop: asyncio.AbstractEventLoop) -> None:
     turns = Turns(Desk(), loop, namespace="empty")
-    refused = turns.ask(drain("nobody"))
+    refused, idle = turns.ask(drain("nobody")), turns.ask(Ask("expire"))
     wave = turns.turn()
+    assert idle.done()
     assert getattr(refused.exception(), "reason", None) is Reason.ENGINE_NOT_FOUND
     assert wave.writes == []
     assert [book.namespace for book in turns.books.all()] == []
