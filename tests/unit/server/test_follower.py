@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from tests.unit.server.shared import Line, SharedMemoryStore, WarpClock, WarpLoop
+from tests.unit.server.shared import Line, SharedMemoryStore, WarpClock, WarpLoop, within
 
 from rankbook import v1
 from rankbook.errors import Unavailable
@@ -185,6 +185,43 @@ def test_a_server_without_one_of_its_watches_is_cut_off_though_nothing_is_missin
         setattr(rig.line, watch, real)
         await asyncio.sleep(1.0)
         assert rig.follower.cut_for_s == 0.0
+
+    play(script)
+
+
+def test_a_store_that_does_not_say_its_last_revision_cuts_this_server_off() -> None:
+    async def script(rig: Rig) -> None:
+        real = rig.line.last_revision
+
+        async def refused() -> int:
+            raise Unavailable("no leader")
+
+        rig.line.last_revision = refused  # type: ignore[method-assign]
+        await asyncio.sleep(4.0)
+        assert rig.follower.is_cut_long
+        assert rig.follower.trouble == "no leader"
+        rig.line.last_revision = real  # type: ignore[method-assign]
+        await asyncio.sleep(1.0)
+        assert rig.follower.cut_for_s == 0.0
+
+    play(script)
+
+
+def test_leases_whose_key_went_in_a_long_cut_are_in_doubt_from_the_first_moment() -> None:
+    async def script(rig: Rig) -> None:
+        await rig.grant()
+        rig.line.down = "unplugged"
+        rig.store.stir()
+        await asyncio.sleep(30.0)
+        await rig.store.drop(["a"])
+
+        async def not_yet() -> int:
+            raise Unavailable("not yet")
+
+        rig.line.last_revision = not_yet  # type: ignore[method-assign]
+        rig.line.heal()
+        await within(1.0, lambda: not rig.entry().kept)
+        assert rig.left_s() > TTL_S - 0.1
 
     play(script)
 
