@@ -307,9 +307,7 @@ class Wave:
             kind, _, name = op.key.partition("/")[2].partition("/")
             if isinstance(op, Delete):
                 continue
-            if kind == "n":
-                yield ("facts",)
-            elif kind == "l" and name not in book.leases:
+            if kind == "l" and name not in book.leases:
                 yield ("lease key", v1.StoredLease.FromString(op.value).lease_key)
             elif kind == "e":
                 head = v1.StoredEngine.FromString(op.value)
