@@ -37,7 +37,7 @@ from rankbook_server.peers import FORGET_S, Peers
 from rankbook_server.registry import Registry
 from rankbook_server.store.base import SharedStore
 
-__all__ = ["LOOK_S", "WORD_TTL_S", "Drains", "Words"]
+__all__ = ["LOOK_S", "WORD_BYTES", "WORD_TTL_S", "Drains", "Words"]
 
 _RENEW_S = 10.0
 WORD_TTL_S = FORGET_S + 1.5 * _RENEW_S
@@ -50,15 +50,21 @@ _GAP_S = 1.0
 _URGENT_S = 0.05
 # The same where the key does not name an engine that has a transfer in flight: that
 # can only be so again once the key has told that it has none.
+_LEAST_S = 0.001
+# Less is no wait where a clock is coarse.
 _RETRY_S = 0.5
 _VOUCH_S = 2.0
 # A put takes milliseconds; a client that is kept waiting renews no lease meanwhile.
 _LOST_S = _RENEW_S + 2.0
 # So long after the store lost a word, other words may be missing too.
-_WORD_BYTES = 256 * 1024
-# Of a word, some thousand engines: well below what a transaction may have.
+WORD_BYTES = 256 * 1024
+"""Most bytes of a server's word, enough for a thousand engines that drain with the
+longest names: well below what a transaction may have."""
 _MOST_COUNT = 2**32 - 1
 _VERSION = 1
+
+_Start = tuple[str, str, str]
+# Namespace, engine and generation.
 
 Words = Mapping[str, v1.StoredServer]
 """What other servers say, by their boot id."""
@@ -75,6 +81,7 @@ class Drains:
         store: SharedStore | None,
         *,
         alone: bool = False,
+        word_bytes: int = WORD_BYTES,
     ) -> None:
         """Says and reads nothing yet.
 
@@ -84,17 +91,21 @@ class Drains:
             clock: Time.
             store: Where several servers share the book; None where this is the only one.
             alone: This server serves nobody but its own process.
+            word_bytes: Most bytes of what it tells the others.
         """
         self._registry = registry
         self._peers = peers
         self._clock = clock
         self._store = store
         self._alone = alone
+        self._word_bytes = word_bytes
         self._wanted = not alone
         self._draining: set[tuple[str, str]] = set()
         self._stirred = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._said: v1.StoredServer | None = None
+        # Of that, what is in flight; None where it says that it does not know all.
+        self._told: frozenset[_Start] | None = frozenset()
         self._said_book_id = ""
         self._said_s = self._held_s = self._failed_s = self._lost_s = float("-inf")
         self._vouching: set[asyncio.Future[None]] = set()
@@ -140,22 +151,34 @@ class Drains:
             self._stirred.set()
         return changed
 
-    @property
-    def is_heard(self) -> bool:
-        """Whether the others know of this server, as far as they have to."""
-        if self._store is None or not self._peers.connections:
+    def is_heard(self, request: v1.ReportPeersRequest, namespace: str) -> bool:
+        """Whether the others know of a report what they must."""
+        if self._store is None or not request.peers:
             return True
         # The word must outlive the report, should this server die now.
-        return self._clock.mono() + FORGET_S <= self._held_s
+        if self._clock.mono() + FORGET_S > self._held_s:
+            return False
+        told, draining = self._told, self._draining
+        if told is None or not draining:
+            return True
+        engines = self._registry.book(namespace).engines
+        return not any(
+            peer.transfers_in_flight
+            and (namespace, peer.engine_id) in draining
+            and (namespace, peer.engine_id, peer.generation) not in told
+            and engines[peer.engine_id].head.generation == peer.generation
+            for peer in request.peers
+        )
 
-    async def vouch(self) -> None:
-        """Returns once the others know of this server: then a report counts everywhere.
+    async def vouch(self, request: v1.ReportPeersRequest, namespace: str) -> None:
+        """Returns once the others know of a report what they must: that this server
+        takes reports, and that an engine which drains has transfers in flight.
 
         Raises:
             Unavailable: The store is away. The report counts here; its process must
                 report to another server.
         """
-        if self.is_heard:
+        if self.is_heard(request, namespace):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._vouching.add(future)
@@ -287,7 +310,7 @@ class Drains:
         if self._draining or (self._wanted and not self._is_complete(now)):
             # Reports run out, and a start gets old, without a word.
             due_s = min(due_s, now.mono_s + _GAP_S)
-        return None if due_s == float("inf") else due_s - now.mono_s
+        return None if due_s == float("inf") else max(due_s - now.mono_s, _LEAST_S)
 
     def _due_s(self) -> float:
         """When there is something to say next."""
@@ -299,15 +322,16 @@ class Drains:
         if said is None or self._vouching:
             due_s = float("-inf")
         else:
-            word, newest = self._compose()
-            if {_key(one) for one in word.flying} - {_key(one) for one in said.flying}:
+            word, newest, _ = self._compose()
+            if self._told is not None and not _starts(word) <= self._told:
                 due_s = float("-inf")
             elif newest > said.revision or _says(word) != _says(said):
                 due_s = self._said_s + _GAP_S
         return max(due_s, self._failed_s + _RETRY_S)
 
-    def _compose(self) -> tuple[v1.StoredServer, int]:
-        """What is to be said, and the revision that it must be of at least."""
+    def _compose(self) -> tuple[v1.StoredServer, int, bool]:
+        """What is to be said, the revision that it must be of at least, and whether it
+        names all that it should."""
         registry, now = self._registry, self._registry.now()
         self._peers.forget(now)
         word = v1.StoredServer(
@@ -329,27 +353,28 @@ class Drains:
             if not count:
                 continue
             size += len(namespace) + len(engine_id) + len(generation) + 24
-            if size > _WORD_BYTES:
+            if size > self._word_bytes:
                 # Then it answers for none: whoever drains waits.
                 word.complete, word.loaded_revision = False, registry.revision
-                break
+                return word, newest, False
             word.flying.add(
                 namespace=namespace,
                 engine_id=engine_id,
                 generation=generation,
                 transfers_in_flight=count,
             )
-        return word, newest
+        return word, newest, True
 
     async def _say(self, store: SharedStore) -> None:
-        word, newest = self._compose()
+        word, newest, whole = self._compose()
         said = self._said
         if said is not None and newest <= said.revision and _says(word) == _says(said):
             # To keep it alive writes nothing.
             word = said
         began_s = self._clock.mono()
+        vouching, self._vouching = self._vouching, set()
         # Whatever the answer, the store may hold this one from now on.
-        self._said = None
+        self._said, self._told = None, frozenset()
         try:
             kept = await store.announce(
                 self._registry.boot_id, word.SerializeToString(deterministic=True), WORD_TTL_S
@@ -358,7 +383,7 @@ class Drains:
             if self._failed_s <= self._said_s:
                 self._log.warning("the others are not told of drains", error=error.message)
             self._failed_s = self._clock.mono()
-            for future in self._vouching:
+            for future in vouching:
                 if not future.done():
                     future.set_exception(error)
             return
@@ -366,7 +391,8 @@ class Drains:
             self._lose()
         self._said, self._said_s, self._said_book_id = word, began_s, word.book_id
         self._held_s = began_s + WORD_TTL_S
-        for future in self._vouching:
+        self._told = _starts(word) if whole else None
+        for future in vouching:
             if not future.done():
                 future.set_result(None)
 
@@ -379,11 +405,11 @@ class Drains:
         self._stirred.set()
 
 
-def _key(one: v1.StoredFlying) -> tuple[str, str, str]:
-    return one.namespace, one.engine_id, one.generation
+def _starts(word: v1.StoredServer) -> frozenset[_Start]:
+    """What a word says is in flight."""
+    return frozenset((one.namespace, one.engine_id, one.generation) for one in word.flying)
 
 
 def _says(word: v1.StoredServer) -> tuple[object, ...]:
     """A word without the revision, which alone is no reason to write."""
-    flying = [(_key(one), one.transfers_in_flight) for one in word.flying]
-    return word.book_id, word.complete, flying
+    return word.book_id, word.complete, list(word.flying)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from google.protobuf.message import Message
@@ -22,6 +22,7 @@ from rankbook.limits import (
 )
 from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
+from rankbook_server.core.decision import Instant
 from rankbook_server.drains import LOOK_S, Drains, Words
 from rankbook_server.pairing import compare, prepare_plan
 from rankbook_server.peers import drain_outcome
@@ -65,6 +66,15 @@ def _subject(field: str, request: Any) -> str:
     if field == "update_worker":
         return str(request.record.engine_id)
     return str(request.lease_id if field == "revoke_lease" else request.engine_id)
+
+
+def _alive(statuses: Iterable[v1.LeaseStatus]) -> dict[str, float]:
+    """The leases that live, each with its time to live in seconds."""
+    return {
+        status.lease_id: seconds(status.ttl)
+        for status in statuses
+        if status.state == v1.LEASE_STATE_ALIVE
+    }
 
 
 def check_wait(field: str, wait_s: float, bound_s: float) -> float:
@@ -159,7 +169,7 @@ class Calls:
         if field == "drain_engine":
             return self.registry.is_shared or bool(request.HasField("wait"))
         if field == "report_peers":
-            return not self._drains.is_heard
+            return not self._drains.is_heard(request, request.namespace or DEFAULT_NAMESPACE)
         if field == "get_topology" and request.HasField("wait"):
             return True
         if field in ("get_topology", "list_engines"):
@@ -241,18 +251,10 @@ class Calls:
         namespace = check_namespace(request.namespace)
         now = registry.now()
         statuses = registry.book(namespace).renew(request, now)
-        if registry.is_shared and any(s.state != v1.LEASE_STATE_ALIVE for s in statuses):
-            # It may have been granted at another server a moment ago.
-            await registry.catch_up()
-            now = registry.now()
-            statuses = registry.book(namespace).renew(request, now)
-        alive = {
-            status.lease_id: seconds(status.ttl)
-            for status in statuses
-            if status.state == v1.LEASE_STATE_ALIVE
-        }
-        if alive:
-            registry.note_renewed(alive)
+        if registry.is_shared:
+            statuses, now = await self._renew_shared(request, namespace, statuses)
+        else:
+            registry.note_renewed(_alive(statuses))
         return v1.RenewLeasesResponse(
             leases=statuses,
             boot_id=registry.boot_id,
@@ -261,13 +263,39 @@ class Calls:
             server_time=timestamp(now.unix_s),
         )
 
+    async def _renew_shared(
+        self,
+        request: v1.RenewLeasesRequest,
+        namespace: str,
+        statuses: tuple[v1.LeaseStatus, ...],
+    ) -> tuple[tuple[v1.LeaseStatus, ...], Instant]:
+        """What a renewal is answered where other servers write too: ALIVE is said once
+        the store has it, since this server may be cut off in the next moment."""
+        registry = self.registry
+        book = registry.book(namespace)
+        if any(status.state != v1.LEASE_STATE_ALIVE for status in statuses):
+            # It may have been granted at another server a moment ago.
+            await registry.catch_up()
+            statuses = book.renew(request, registry.now())
+        if await registry.confirm_alive(_alive(statuses)):
+            # The store held some for dead; another server may have ended them.
+            await registry.catch_up()
+            book = registry.book(namespace)
+            statuses = book.renew(request, registry.now())
+            registry.note_ended(
+                status.lease_id
+                for status in statuses
+                if status.state in (v1.LEASE_STATE_ENDED, v1.LEASE_STATE_UNKNOWN)
+            )
+        return statuses, registry.now()
+
     async def _report_peers(
         self, request: v1.ReportPeersRequest, remaining_s: float | None
     ) -> v1.ReportPeersResponse:
         namespace = check_namespace(request.namespace)
         for engine_id in self._drains.report(request, namespace):
             self._waiters.stir(namespace, engine_id)
-        await self._drains.vouch()
+        await self._drains.vouch(request, namespace)
         reply = v1.ReportPeersResponse()
         for peer in request.peers:
             view = self._view.engine(namespace, peer.engine_id)
