@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -166,7 +166,10 @@ class Registry:
         self._tasks = [
             asyncio.create_task(self._write_loop(), name="registry-writer"),
             asyncio.create_task(self._tick_loop(), name="registry-timer"),
-            asyncio.create_task(self._news.tell_loop(self._store), name="registry-liveness"),
+            asyncio.create_task(
+                self._news.tell_loop(self._store, at_once=self.is_shared),
+                name="registry-liveness",
+            ),
         ]
         if self._follower is not None:
             self._tasks += self._follower.start()
@@ -252,6 +255,19 @@ class Registry:
             return 0.0
         return self._follower.cut_for_s
 
+    async def last_revision(self) -> int:
+        """Revision of the last commit of any server.
+
+        Raises:
+            Unavailable: The store is away.
+        """
+        if self._shared is None:
+            return self.revision
+        self.check_readable()
+        if not self.available:
+            raise self._store_away()
+        return await self._shared.last_revision()
+
     async def catch_up(self) -> None:
         """Returns once everything is in the books that any server had
         acknowledged before the call.
@@ -259,12 +275,7 @@ class Registry:
         Raises:
             Unavailable: The store is away, or what it has does not arrive.
         """
-        if self._shared is None:
-            return
-        self.check_readable()
-        if not self.available:
-            raise self._store_away()
-        last = await self._shared.last_revision()
+        last = await self.last_revision()
         if not await self._replica.reach(last):
             raise Unavailable(
                 f"the store is at revision {last} and this server at {self.revision}: it does not "
@@ -324,15 +335,26 @@ class Registry:
         return future
 
     def note_renewed(self, leases: Mapping[str, float]) -> None:
-        """Tells the store, in a moment, how long these leases live now.
+        """Tells the store, in a moment, how long these leases live now."""
+        if leases:
+            self._news.renewed(leases)
+
+    def note_ended(self, lease_ids: Iterable[str]) -> None:
+        """Tells the store, in a moment, that these leases have ended."""
+        self._news.ended(lease_ids)
+
+    async def confirm_alive(self, leases: Mapping[str, float]) -> frozenset[str]:
+        """Tells a shared store how long these leases live now, and returns once it
+        has taken that: those that it held for dead until now.
 
         Raises:
-            Unavailable: The store is shared and has not taken what it was told a
-                while ago: another server must hear of these leases instead.
+            Unavailable: It did not take it; another server must hear of these leases.
         """
-        if self._shared is not None and (not self.available or self._news.is_behind):
+        if not leases:
+            return frozenset()
+        if not self.available:
             raise self._store_away()
-        self._news.renewed(leases)
+        return await self._news.confirm(leases)
 
     def now(self) -> Instant:
         """The instant to decide with; a stall is made good first."""
@@ -414,7 +436,11 @@ class Registry:
     async def _keep_shared(self, wave: Wave, store: SharedStore) -> None:
         """Commits a wave, if nobody has written since what it was decided on."""
         base, writes = self.revision, wave.writes
+        relied = self._relied_on(wave)
         try:
+            # Whoever writes is told that his lease has its full time.
+            if relied:
+                await self._news.confirm(relied)
             if writes:
                 (revision,) = await store.commit([_merged(writes, base)])
                 self._refusals = 0
@@ -440,6 +466,17 @@ class Registry:
         if writes:
             self._replica.fold(writes, [revision] * len(writes), own=True)
         self._settle(wave)
+
+    def _relied_on(self, wave: Wave) -> dict[str, float]:
+        """Leases that decisions of a wave found living, with their times to live."""
+        found: dict[str, float] = {}
+        for outcome in wave.outcomes:
+            if outcome.decision is not None:
+                for lease_id in outcome.decision.leases:
+                    entry = outcome.book.leases.get(lease_id)
+                    if entry is not None:
+                        found[lease_id] = entry.ttl_s
+        return found
 
     async def _step_back(self, wave: Wave, store: SharedStore, base: int) -> None:
         """Waits until what got in the way of a wave is in the books."""
@@ -482,6 +519,9 @@ class Registry:
         finally:
             self._recovering = False
         self._retries = 0
+        if self._shared is not None:
+            # Nobody could say here that he lives.
+            self._keys.doubt(self._clock.now())
         self._set_available(True)
         self._log.info("the store is back", revision=self.revision)
 

@@ -167,7 +167,11 @@ class EngineView:
 
     def _encode_events(self, since: int, bare: bool) -> list[bytes]:
         self._renew()
-        whole = since < self.engine.start_revision
+        # An engine of which nothing is left that was there then may have been gone
+        # meanwhile: its client has nothing that could be added to.
+        whole = since < self.engine.start_revision or all(
+            state.revision > since for state in self._states
+        )
         workers = [
             _encode(state, 3, bare=bare)
             for state in self._states

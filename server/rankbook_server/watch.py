@@ -146,6 +146,7 @@ class Watcher:
         self._synced = False
         self._progress_due = False
         self._sent_lately = False
+        self._told = 0
 
     def mark(self, engines: Mapping[str, int]) -> None:
         """Notes engines that changed, each not before the revision beside it."""
@@ -193,10 +194,7 @@ class Watcher:
             hub.check_open()
             self._check_book()
             if not self._begun:
-                if self._request.book_id == hub.registry.book_id and hub.registry.is_shared:
-                    # The server that it resumes from may have been ahead of this one.
-                    await hub.registry.reach(self._request.from_revision)
-                    hub.check_open()
+                await self._catch_up()
                 self._reset = self._begin()
                 self._begun = True
             events = [self._rest.popleft()] if self._rest else self._collect()
@@ -207,11 +205,35 @@ class Watcher:
             resume = oldest - 1
             was_synced = self._synced
             self._synced = was_synced or resume >= 0
+            # What was handed out late may be older than what its client began with.
+            self._told = max(self._told, resume)
             if events or self._reset or self._progress_due or self._synced != was_synced:
-                return self._message(events, max(resume, 0), synced=self._synced)
+                return self._message(events, self._told, synced=self._synced)
             self._wake = asyncio.get_running_loop().create_future()
             turn.leave()
             await self._wake
+
+    async def _catch_up(self) -> None:
+        """Waits for what the client has from another server, which was ahead of this one.
+
+        Raises:
+            Unavailable: It does not come.
+        """
+        registry, since = self._hub.registry, self._request.from_revision
+        if self._request.book_id != registry.book_id or registry.revision >= since:
+            return
+        if since > await registry.last_revision():
+            # Nobody's; it is begun anew.
+            return
+        if not await registry.reach(since):
+            raise Unavailable(
+                f"the book is at revision {registry.revision} here and the watch is to go on from "
+                f"{since}: try again, or at another server",
+                reason=Reason.REVISION_NOT_REACHED,
+                metadata={"min_revision": since, "book_revision": registry.revision},
+            )
+        self._hub.check_open()
+        self._check_book()
 
     def _check_book(self) -> None:
         """Ends the watch of a book that is no longer there.
@@ -297,6 +319,8 @@ class Watcher:
                     del self._known[engine_id]
             elif self._shows(view):
                 self._known[engine_id] = view.revision
+        if not anew:
+            self._told = since
         return anew
 
     def _shows(self, view: EngineView) -> bool:

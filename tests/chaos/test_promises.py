@@ -26,7 +26,6 @@ _ALARM = "/v3/maintenance/alarm"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xfail(strict=True, reason="found by the chaos test, not mended yet"),
 ]
 
 Scene = Callable[[Deployment, list[rankbook.AsyncClient]], Awaitable[None]]

@@ -22,6 +22,7 @@ __all__ = [
     "live_lease",
     "ran_out",
     "renew",
+    "taken_for_dead",
     "ttl_ops",
 ]
 
@@ -37,6 +38,8 @@ class Granted:
     lease_id: str
     ops: tuple[Op, ...]
     message: v1.Lease
+    expired: tuple[str, ...] = ()
+    """Leases that the write takes for dead."""
 
 
 def granted_ttl_s(wish_s: float) -> float:
@@ -96,6 +99,7 @@ def grant(
     ttl_s = granted_ttl_s(seconds(wish.ttl))
     use = v1.StoredUse(engine_id=engine_id, epoch=epoch)
     ops: list[Op] = []
+    expired: tuple[str, ...] = ()
     if wish.lease_id:
         entry: LeaseEntry | None = live_lease(book, check_id("lease_id", wish.lease_id), now)
     else:
@@ -104,6 +108,7 @@ def grant(
         if entry is not None and not entry.lives(now.mono_s):
             # Its end is due; from now on the key means the new lease.
             ops.append(book.lease_put(entry.lease_id, _changed(entry, ended=True)))
+            expired = (entry.lease_id,)
             entry = None
     if entry is not None:
         extend(book, entry, now)
@@ -134,15 +139,25 @@ def grant(
     )
     lease_id = book.new_id()
     ops.append(book.lease_put(lease_id, stored))
-    return Granted(lease_id, tuple(ops), lease_message(lease_id, ttl_s))
+    return Granted(lease_id, tuple(ops), lease_message(lease_id, ttl_s), expired)
 
 
 def kept_lease(book: BookFold, lease_id: str, now: Instant) -> v1.Lease:
-    """The lease of a record that stands, as replies show it; renewed while it lives."""
-    entry = book.leases[lease_id]
-    if entry.lives(now.mono_s):
-        extend(book, entry, now)
+    """The lease of a record that stands, as replies show it; renewed.
+
+    Raises:
+        Refused: It has ended, and the record goes with it.
+    """
+    entry = live_lease(book, lease_id, now)
+    extend(book, entry, now)
     return lease_message(lease_id, entry.ttl_s)
+
+
+def taken_for_dead(book: BookFold, lease_id: str) -> tuple[str, ...]:
+    """The lease of a dead holder, for a decision that takes its place; none where
+    it has ended already."""
+    entry = book.leases.get(lease_id)
+    return (lease_id,) if entry is not None and not entry.stored.ended else ()
 
 
 def extend(book: BookFold, entry: LeaseEntry, now: Instant) -> None:

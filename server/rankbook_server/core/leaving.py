@@ -259,4 +259,6 @@ def expire(book: BookFold, now: Instant) -> Decision[None] | None:
         for entry, removed in zip(end.leases, end.removed, strict=True)
         if removed
     ]
-    return maintenance(end.ops, notes, () if revoked else [e.lease_id for e in end.leases])
+    # One that has ended already does so whatever the store holds of it.
+    expired = [e.lease_id for e in end.leases if not e.stored.ended]
+    return maintenance(end.ops, notes, expired)

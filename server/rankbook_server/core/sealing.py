@@ -20,7 +20,14 @@ from rankbook_server.core.engine import EngineState
 from rankbook_server.core.fold import BookFold
 from rankbook_server.core.heads import copy_head
 from rankbook_server.core.keys import SlotKey, slot_key, slot_text
-from rankbook_server.core.leases import Granted, grant, kept_lease
+from rankbook_server.core.leases import (
+    Granted,
+    extend,
+    grant,
+    kept_lease,
+    lease_message,
+    taken_for_dead,
+)
 from rankbook_server.core.ops import Txn
 from rankbook_server.core.records import normal_core
 from rankbook_server.core.slots import seal_digest, seal_piece
@@ -51,7 +58,7 @@ def seal(
         first = v1.SealEngineResponse(
             seal=head.seal, epoch=head.epoch, revision=written, lease=lease
         )
-        return Decision(None, lambda _: first)
+        return Decision(None, lambda _: first, leases=(head.core.lease_id,))
     _check_whole(engine)
     _check_same(engine, seen)
 
@@ -60,7 +67,10 @@ def seal(
     else:
         # A tool seals an engine without a core: the first worker keeps its record.
         lease_id = engine.live[engine.order()[0]].stored.lease_id
-        granted = Granted(lease_id, (), kept_lease(book, lease_id, now))
+        entry = book.leases[lease_id]
+        if entry.lives(now.mono_s):
+            extend(book, entry, now)
+        granted = Granted(lease_id, (), lease_message(lease_id, entry.ttl_s))
     # The core that returns as it was, under another lease, is no news.
     news = not (stands and same_core)
     told = copy_head(engine, visible_at=now if news else None)
@@ -99,7 +109,11 @@ def seal(
         )
 
     ops = (*granted.ops, book.head_put(engine.engine_id, told))
-    return Decision(Txn(ops), reply, (note,) if news else (), leases=(granted.lease_id,))
+    expired = granted.expired
+    if head.core.live and not head.core.borrowed and head.core.record.process.boot_id != boot_id:
+        expired += taken_for_dead(book, head.core.lease_id)
+    notes = (note,) if news else ()
+    return Decision(Txn(ops), reply, notes, leases=(granted.lease_id,), expired=expired)
 
 
 def _check_whole(engine: EngineState) -> None:

@@ -23,7 +23,7 @@ from rankbook_server.core.engine import EngineState
 from rankbook_server.core.fold import BookFold
 from rankbook_server.core.heads import begun_head, copy_head, heir_ops
 from rankbook_server.core.keys import slot_key, slot_text
-from rankbook_server.core.leases import grant, kept_lease, ran_out
+from rankbook_server.core.leases import grant, kept_lease, ran_out, taken_for_dead
 from rankbook_server.core.ops import Op, Txn
 from rankbook_server.core.records import (
     check_declared,
@@ -144,7 +144,14 @@ def _signed_in(
         )
 
     ops = (*lease.ops, *before, *workers, *after)
-    return Decision(Txn(ops), reply, notes, leases=(lease.lease_id,))
+    expired = {*lease.expired}
+    for item in sent:
+        if _succeeds(item):
+            assert item.state is not None
+            expired |= {*taken_for_dead(book, item.state.stored.lease_id)}
+    return Decision(
+        Txn(ops), reply, notes, leases=(lease.lease_id,), expired=tuple(sorted(expired))
+    )
 
 
 def _compare(
@@ -181,26 +188,29 @@ def _compare(
 def _succeeds_lapsed(book: BookFold, item: _Sent) -> bool:
     """Whether a record takes its slot from another process whose lease ran out
     and has not been swept yet."""
+    return _succeeds(item) and item.state is not None and ran_out(book, item.state.stored.lease_id)
+
+
+def _succeeds(item: _Sent) -> bool:
+    """Whether a record takes its slot from another process that is dead and has not
+    been swept yet."""
     state = item.state
-    return (
-        state is not None
-        and state.live
-        and slot_holder(state) != item.record.process.boot_id
-        and ran_out(book, state.stored.lease_id)
-    )
+    return state is not None and state.live and slot_holder(state) != item.record.process.boot_id
 
 
 def _first_reply(
     book: BookFold, repeated: list[SlotState], digests: list[bytes], epoch: int, now: Instant
 ) -> Decision[v1.RegisterWorkersResponse]:
     last = max(repeated, key=lambda state: state.write_revision)
+    leases = {state.stored.lease_id: None for state in repeated}
+    kept = {lease_id: kept_lease(book, lease_id, now) for lease_id in leases}
     first = v1.RegisterWorkersResponse(
-        lease=kept_lease(book, last.stored.lease_id, now),
+        lease=kept[last.stored.lease_id],
         epoch=epoch,
         revision=last.write_revision,
         record_digests=digests,
     )
-    return Decision(None, lambda _: first)
+    return Decision(None, lambda _: first, leases=tuple(leases))
 
 
 def update(

@@ -74,8 +74,11 @@ class Liveness(Protocol):
     each one a full time to live first.
     """
 
-    async def touch(self, leases: Mapping[str, float]) -> None:
+    async def touch(self, leases: Mapping[str, float]) -> frozenset[str]:
         """Makes each lease live for so many seconds from now, also if that is sooner.
+
+        Returns:
+            Those that did not live until now.
 
         Args:
             leases: Lease id to seconds, each above zero.

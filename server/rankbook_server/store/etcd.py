@@ -208,9 +208,9 @@ class EtcdStore:
         """See `Store`."""
         return self._follow(self._opened(), from_revision)
 
-    async def touch(self, leases: Mapping[str, float]) -> None:
+    async def touch(self, leases: Mapping[str, float]) -> frozenset[str]:
         """See `Liveness`."""
-        await self._opened().liveness.touch(leases)
+        return await self._opened().liveness.touch(leases)
 
     async def drop(self, lease_ids: Iterable[str]) -> None:
         """See `Liveness`."""

@@ -53,7 +53,7 @@ class EtcdLiveness:
         # server follows `presence`, which takes out those that went.
         self._known: dict[str, int] = {}
 
-    async def touch(self, leases: Mapping[str, float]) -> None:
+    async def touch(self, leases: Mapping[str, float]) -> frozenset[str]:
         """See `Liveness.touch`."""
         for lease_id, ttl_s in leases.items():
             if not 0 < ttl_s < math.inf:
@@ -68,10 +68,11 @@ class EtcdLiveness:
         for lease_id in known:
             if ttls[numbers[lease_id]] > 0:
                 del wanted[lease_id]
+        made: set[str] = set()
         for _ in range(_ROUNDS):
             if not wanted:
-                return
-            wanted = await self._place(wanted, numbers)
+                return frozenset(made)
+            wanted = await self._place(wanted, numbers, made)
         raise Unavailable(
             f"{len(wanted)} leases end in etcd as soon as they are made: look at its load",
             reason=Reason.STORE_UNAVAILABLE,
@@ -158,8 +159,11 @@ class EtcdLiveness:
             pb.RangeRequest(key=self._keys.live, range_end=self._keys.live_end, keys_only=True)
         )
 
-    async def _place(self, wanted: Mapping[str, int], numbers: Mapping[str, int]) -> dict[str, int]:
-        """Makes etcd leases and hangs keys on them; returns those it did not get done."""
+    async def _place(
+        self, wanted: Mapping[str, int], numbers: Mapping[str, int], made: set[str]
+    ) -> dict[str, int]:
+        """Makes etcd leases and hangs keys on them; returns those it did not get done,
+        and adds to `made` those that had no key."""
         there: list[str] = []
 
         async def grant(lease_id: str) -> None:
@@ -175,7 +179,7 @@ class EtcdLiveness:
             self._known[lease_id] = numbers[lease_id]
         bare = [name for name in wanted if name not in again and name not in hung]
         for chunk in _chunks(bare):
-            if not await self._put(chunk, wanted, numbers):
+            if not await self._put(chunk, wanted, numbers, made):
                 again.update(chunk)
         return {lease_id: wanted[lease_id] for lease_id in again}
 
@@ -194,7 +198,11 @@ class EtcdLiveness:
         return hung
 
     async def _put(
-        self, chunk: Collection[str], wanted: Mapping[str, int], numbers: Mapping[str, int]
+        self,
+        chunk: Collection[str],
+        wanted: Mapping[str, int],
+        numbers: Mapping[str, int],
+        made: set[str],
     ) -> bool:
         """Hangs keys on etcd leases; False where one of these is gone."""
         request = pb.TxnRequest(
@@ -222,6 +230,8 @@ class EtcdLiveness:
         for lease_id, response in zip(chunk, answer.responses, strict=True):
             self._known[lease_id] = numbers[lease_id]
             before = response.put.prev_kv.lease
+            if not response.put.HasField("prev_kv"):
+                made.add(lease_id)
             if before and before != numbers[lease_id]:
                 left.append(before)
         # Only now that no key hangs on them any more.

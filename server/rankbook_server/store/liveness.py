@@ -24,18 +24,20 @@ class LivenessTable:
         self._ends: dict[str, float] = {}
         self._sweep_at = _MIN_SWEEP
 
-    def touch(self, leases: Mapping[str, float]) -> None:
+    def touch(self, leases: Mapping[str, float]) -> frozenset[str]:
         """See `Liveness.touch`."""
         for lease_id, ttl_s in leases.items():
             if not 0 < ttl_s < math.inf:
                 raise ValueError(f"lease {lease_id} cannot live for {ttl_s} s")
         now = self._clock()
+        made = frozenset(name for name in leases if self._ends.get(name, now) <= now)
         for lease_id, ttl_s in leases.items():
             self._ends[lease_id] = now + ttl_s
         # Nobody need ever ask which ones live, so the dead go here too. At
         # twice what was left last time, each touch pays for at most one look.
         if len(self._ends) > self._sweep_at:
             self._sweep(now)
+        return made
 
     def drop(self, lease_ids: Iterable[str]) -> None:
         """See `Liveness.drop`."""

@@ -92,10 +92,10 @@ class MemoryStore:
         """See `Store`."""
         return self._opened().follow(from_revision)
 
-    async def touch(self, leases: Mapping[str, float]) -> None:
+    async def touch(self, leases: Mapping[str, float]) -> frozenset[str]:
         """See `Store`."""
         self._opened()
-        self._leases.touch(leases)
+        return self._leases.touch(leases)
 
     async def drop(self, lease_ids: Iterable[str]) -> None:
         """See `Store`."""

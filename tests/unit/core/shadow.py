@@ -250,6 +250,11 @@ class Shadow:
         repeat = repeats == len(request.records)
         if not repeat:
             reasons |= self.want_lease(request.lease)
+        elif engine is not None and not all(
+            self.alive(engine.slots[_slot(record.slot)].lease) for record in request.records
+        ):
+            # What is about to go is no answer to who asks whether it stands.
+            reasons.add("LEASE_ENDED")
         return reasons, repeat
 
     def register(
@@ -397,7 +402,7 @@ class Shadow:
             seen == engine.sealed and boot == engine.sealer and core.record == _bytes(request.core)
         )
         if core.live and core.boot == boot and core.last[boot] == request.sequence and same:
-            return set(), True
+            return (set() if self.alive(core.lease) else {"LEASE_ENDED"}), True
         if engine.borrowed and core.boot != boot:
             # A tool's seal gives way, and is still no way back for an old one.
             stale = core.last.get(boot, 0) >= request.sequence
