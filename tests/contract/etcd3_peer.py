@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import sys
 import threading
@@ -181,7 +182,6 @@ class Peer:
         self._prefix = prefix
         self._kept: dict[str, threading.Event] = {}
         self._pounding: tuple[threading.Event, threading.Thread] | None = None
-        self._pounded = b""
 
     def _read(self) -> Read:
         return Read(self._client, self._prefix)
@@ -364,34 +364,34 @@ class Peer:
         self._kept.pop(lease_id).set()
 
     def pound(self, engine_id: str, size: int) -> None:
-        """Puts the first worker of an engine again and again, with another payload of
-        so many bytes each time, and by no rule: no compare, no head."""
-        key = f"{self._prefix}/book/default/w/{engine_id}/0.0.0"
-        stored = v1.StoredWorker.FromString(self._client.get(key)[0])
+        """Puts the workers of an engine one by one, again and again, each time with
+        another payload of so many bytes, and by no rule: no compare, no head."""
         over = threading.Event()
+        slots = {
+            f"{self._prefix}/book/default/w/{engine_id}/{pp}.{pcp}.{tp}": stored
+            for (pp, pcp, tp), (stored, _) in self._read().joined(engine_id).items()
+        }
 
         def put() -> None:
-            number = 0
-            while not over.is_set():
-                number += 1
-                holder = stored.holders[-1]
-                holder.sequence += 1
+            for number, key in enumerate(itertools.cycle(slots)):
+                if over.is_set():
+                    return
+                stored = slots[key]
+                stored.holders[-1].sequence += 1
                 stored.record.handshake.payload = b"%08d" % number * (size // 8)
                 stored.record_digest = digest_of(stored.record)
-                self._pounded = stored.record_digest
                 self._client.put(key, stored.SerializeToString())
 
         thread = threading.Thread(target=put)
         self._pounding = over, thread
         thread.start()
 
-    def rest(self) -> str:
-        """Ends that; returns the digest of the last record put."""
+    def rest(self) -> None:
+        """Ends that."""
         assert self._pounding is not None
         over, thread = self._pounding
         over.set()
         thread.join()
-        return base64.b64encode(self._pounded).decode()
 
 
 def main() -> None:
