@@ -200,7 +200,7 @@ def two_leases_at_the_bound() -> Pair:
 
 
 def a_new_start_and_a_change_of_the_old_one() -> Pair:
-    return desk_with(0, 1), register(one(0, generation="g2")), update(1)
+    return desk_with(1), register(one(0, generation="g2")), update(1)
 
 
 def a_sweep_and_the_return_of_what_it_drops() -> Pair:
