@@ -1,16 +1,14 @@
-"""The one writer: every change of a book goes through here.
+"""The books of all namespaces over one store: what is asked of them and written.
 
 Theory of operation. Commands queue up; once a loop turn the writer takes those
 that are there, as far as they are not in each other's way (`wave`), lets the
-core decide each on the state of the books, and commits what was decided. Only
-then is it folded into the books, changes are published and replies given. So
-the books never hold anything that is not kept, and readers never wait.
+core decide each on the state of the books, and commits what was decided
+(`writer`). Only then is it folded into the books, changes are published and
+replies given (`replica`). So the books never hold anything that is not kept,
+and readers never wait.
 
-Several servers. Over a shared store a wave is one transaction, which is refused
-if anything was committed since the state that it was decided on: then the
-writer waits until that has arrived, and decides the same commands again. What
-it refuses a client, or answers without writing, it says only once the store has
-confirmed that the state was the newest. `Follower` brings what the others do.
+Several servers. Over a shared store the `follower` brings what the others do,
+and `lease_keys` which leases live whoever hears of them.
 
 Time. A timer ticks four times a second. A tick that comes much too late means
 that this process did not run, so every lease gets a full time to live before
@@ -21,7 +19,6 @@ the late tick does.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,29 +26,25 @@ from typing import TypeVar
 
 import structlog
 
-from rankbook.errors import Overloaded, RankbookError, Reason, Unavailable
+from rankbook.errors import Overloaded, Reason, Unavailable
 from rankbook_server.books import Books
 from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
 from rankbook_server.core.decision import Instant
 from rankbook_server.core.fold import BookLimits
-from rankbook_server.core.ops import MAX_TXN_OPS, Op, Txn
+from rankbook_server.core.ops import Txn
 from rankbook_server.follower import Follower
 from rankbook_server.lease_keys import LeaseKeys
 from rankbook_server.liveness import LivenessNews
 from rankbook_server.replica import Listener, Replica
 from rankbook_server.store.base import SharedStore, Store, is_shared
-from rankbook_server.wave import Command, Decide, Outcome, Step, Wave
+from rankbook_server.wave import Command, Decide, Step
+from rankbook_server.writer import Writer
 
 __all__ = ["Registry", "RegistryLimits"]
 
 R = TypeVar("R")
 _RETRY_S = (0.25, 0.5, 1.0, 2.0)
-_WAVE_OPS = 65_536
-_WAVE_BYTES = 16 * 1024 * 1024
-# Of a wave over an embedded store, which takes transactions one by one.
-_PATIENCE_S = 10.0
-# So long a command is decided anew because other servers were faster.
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +89,7 @@ class Registry:
         self._store = store
         self._clock = clock
         self._limits = limits
-        self._contain = contain
         self._log = structlog.get_logger("rankbook.registry")
-        self._audit = structlog.get_logger("rankbook.audit")
         self._books = Books(clock, limits.book, limits.max_namespaces)
         self._news = LivenessNews(clock)
         self._shared: SharedStore | None = store if is_shared(store) else None
@@ -107,10 +98,9 @@ class Registry:
         self._follower: Follower | None = None
         if self._shared is not None:
             self._follower = Follower(self._shared, clock, self._replica, self._keys)
-        self._queue: deque[Command] = deque()
-        self._wake: asyncio.Future[None] | None = None
-        self._busy: asyncio.Future[None] | None = None
-        self._refusals = 0
+        self._writer = Writer(
+            self, store, clock, self._books, self._replica, self._news, self._keys, contain
+        )
         self._recovery: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._last_tick_s = 0.0
@@ -164,7 +154,7 @@ class Registry:
         self._last_tick_s = self._clock.mono()
         self._next_sweep_s = self._last_tick_s + self._limits.sweep_s
         self._tasks = [
-            asyncio.create_task(self._write_loop(), name="registry-writer"),
+            asyncio.create_task(self._writer.run(), name="registry-writer"),
             asyncio.create_task(self._tick_loop(), name="registry-timer"),
             asyncio.create_task(
                 self._news.tell_loop(self._store, at_once=self.is_shared),
@@ -179,15 +169,14 @@ class Registry:
     async def close(self) -> None:
         """Lets the running wave finish, fails what is still queued, closes the store."""
         self._closing = True
-        if self._busy is not None:
-            await asyncio.wait([self._busy], timeout=5.0)
+        await self._writer.finish(5.0)
         tasks = [*self._tasks, *([self._recovery] if self._recovery is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for command in self._queue:
+        for command in self._writer.queue:
             command.fail(self._shutting_down())
-        self._queue.clear()
+        self._writer.queue.clear()
         await self._store.close()
 
     @property
@@ -245,7 +234,7 @@ class Registry:
             Unavailable: The store has not answered since the start.
         """
         if not self._replica.is_loaded:
-            raise self._store_away()
+            raise self.away()
 
     @property
     def stale_s(self) -> float:
@@ -265,7 +254,7 @@ class Registry:
             return self.revision
         self.check_readable()
         if not self.available:
-            raise self._store_away()
+            raise self.away()
         return await self._shared.last_revision()
 
     async def catch_up(self) -> None:
@@ -320,8 +309,8 @@ class Registry:
         if self._closing:
             command.fail(self._shutting_down())
         elif not self.available:
-            command.fail(self._store_away())
-        elif len(self._queue) >= self._limits.max_queued:
+            command.fail(self.away())
+        elif len(self._writer.queue) >= self._limits.max_queued:
             bound = self._limits.max_queued
             command.fail(
                 Overloaded(
@@ -331,7 +320,7 @@ class Registry:
                 )
             )
         else:
-            self._enqueue(command)
+            self._writer.enqueue(command)
         return future
 
     def note_renewed(self, leases: Mapping[str, float]) -> None:
@@ -353,7 +342,7 @@ class Registry:
         if not leases:
             return frozenset()
         if not self.available:
-            raise self._store_away()
+            raise self.away()
         return await self._news.confirm(leases)
 
     def now(self) -> Instant:
@@ -368,139 +357,6 @@ class Registry:
             self._keys.doubt(now)
             self._last_tick_s = now.mono_s
         return now
-
-    # ------------------------------------------------------------- the writer
-
-    def _enqueue(self, command: Command) -> None:
-        self._queue.append(command)
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-    async def _write_loop(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            if not self._queue:
-                self._wake = loop.create_future()
-                await self._wake
-            await self._run_wave()
-
-    async def _run_wave(self) -> None:
-        if not self.available:
-            while self._queue:
-                self._queue.popleft().fail(self._store_away())
-            return
-        shared = self._shared
-        wave = Wave(
-            self._books,
-            self.now(),
-            self._contain,
-            revision=self.revision,
-            most_ops=_WAVE_OPS if shared is None else MAX_TXN_OPS,
-            most_bytes=_WAVE_BYTES if shared is None else shared.most_bytes,
-        )
-        wave.take(self._queue)
-        self._busy = asyncio.get_running_loop().create_future()
-        try:
-            if shared is None:
-                await self._keep(wave)
-            else:
-                await self._keep_shared(wave, shared)
-        finally:
-            self._busy.set_result(None)
-            self._busy = None
-
-    async def _keep(self, wave: Wave) -> None:
-        """Commits a wave where nobody else writes."""
-        writes = wave.writes
-        if writes:
-            expected = list(range(self.revision + 1, self.revision + 1 + len(writes)))
-            try:
-                revisions = await self._store.commit([outcome.txn_to_keep for outcome in writes])
-                if revisions != expected:
-                    raise Unavailable(
-                        "another server writes into this book: the book is read anew, try again",
-                        reason=Reason.STORE_UNAVAILABLE,
-                        metadata={"store": self._store.description},
-                    )
-            except Unavailable as error:
-                self._trouble = error.message
-                self._log.error("a commit failed", error=error.message)
-                self._set_available(False)
-                for outcome in wave.outcomes:
-                    outcome.command.fail(error)
-                await self._recover()
-                return
-            self._replica.fold(writes, expected)
-        self._settle(wave)
-
-    async def _keep_shared(self, wave: Wave, store: SharedStore) -> None:
-        """Commits a wave, if nobody has written since what it was decided on."""
-        base, writes = self.revision, wave.writes
-        relied = self._relied_on(wave)
-        try:
-            # Whoever writes is told that his lease has its full time.
-            if relied:
-                await self._news.confirm(relied)
-            if writes:
-                (revision,) = await store.commit([_merged(writes, base)])
-                self._refusals = 0
-            elif all(outcome.command.step is not None for outcome in wave.outcomes):
-                revision = base
-            else:
-                revision = base if await store.last_revision() <= base else None
-            if revision is None:
-                await self._step_back(wave, store, base)
-                return
-        except Unavailable as error:
-            # It may have been kept or not: decided anew, a repeat finds its first reply.
-            self._log.warning("the store did not take a write", error=error.message)
-            wave.give_back(self._queue)
-            self._refusals += 1
-            if self._refusals > 1:
-                self.lost(error.message)
-            return
-        except RankbookError as error:
-            for outcome in wave.outcomes:
-                outcome.command.fail(error)
-            return
-        if writes:
-            self._replica.fold(writes, [revision] * len(writes), own=True)
-        self._settle(wave)
-
-    def _relied_on(self, wave: Wave) -> dict[str, float]:
-        """Leases that decisions of a wave found living, with their times to live."""
-        found: dict[str, float] = {}
-        for outcome in wave.outcomes:
-            if outcome.decision is not None:
-                for lease_id in outcome.decision.leases:
-                    entry = outcome.book.leases.get(lease_id)
-                    if entry is not None:
-                        found[lease_id] = entry.ttl_s
-        return found
-
-    async def _step_back(self, wave: Wave, store: SharedStore, base: int) -> None:
-        """Waits until what got in the way of a wave is in the books."""
-        now_s = self._clock.mono()
-        for outcome in wave.outcomes:
-            if outcome.command.since_s + _PATIENCE_S < now_s and outcome.command.step is None:
-                outcome.command.fail(self._overtaken())
-        wave.give_back(self._queue)
-        last = await store.last_revision()
-        if last > base:
-            await self._replica.reach(last)
-            return
-        # Then it was a lease that was taken for dead and lives.
-        self._keys.alive(await store.live(), self.now())
-
-    def _settle(self, wave: Wave) -> None:
-        for outcome in wave.outcomes:
-            if outcome.decision is not None:
-                for note in outcome.decision.notes:
-                    self._audit.info(note.event, namespace=outcome.command.namespace, **note.fields)
-            outcome.settle()
-            if outcome.command.step is not None and outcome.decision is not None:
-                # The rest takes its turn behind the calls that wait.
-                self._enqueue(outcome.command)
 
     # ---------------------------------------------------------- load, recover
 
@@ -538,10 +394,10 @@ class Registry:
             return
         assert self._follower is not None
         await self._follower.catch_up()
-        if self._refusals:
+        if self._writer.refusals:
             # A store that is full still answers reads.
             await store.commit([Txn(())])
-            self._refusals = 0
+            self._writer.refusals = 0
 
     def lost(self, trouble: str) -> None:
         """Takes no writes until the store is back."""
@@ -549,6 +405,8 @@ class Registry:
             self._log.error("the store is away", error=trouble)
         self._trouble = trouble
         self._set_available(False)
+        if not self._recovering:
+            self._recover_soon()
 
     def _set_available(self, available: bool) -> None:
         if available and self.opened_s is None:
@@ -580,11 +438,11 @@ class Registry:
         self._recovery = asyncio.create_task(self._recover(), name="registry-recovery")
 
     def _housekeep(self, now: Instant) -> None:
-        queued = {(c.namespace, c.name) for c in self._queue if c.step is not None}
+        queued = {(c.namespace, c.name) for c in self._writer.queue if c.step is not None}
         sweeps = now.mono_s >= self._next_sweep_s
         if sweeps:
             self._next_sweep_s = now.mono_s + self._limits.sweep_s
-            if self._busy is None:
+            if not self._writer.is_busy:
                 self._books.retire()
         for book in self._books.all():
             deadline = book.next_deadline()
@@ -596,24 +454,17 @@ class Registry:
             for name, step in due:
                 if (book.namespace, name) not in queued:
                     future = asyncio.get_running_loop().create_future()
-                    self._enqueue(Command(name, book.namespace, future, step=step))
+                    self._writer.enqueue(Command(name, book.namespace, future, step=step))
 
     # ------------------------------------------------------------------ errors
 
-    def _store_away(self) -> Unavailable:
+    def away(self) -> Unavailable:
+        """The error of a write, or of a first read, while the store is away."""
         # Whoever is refused is told why: the log is on another machine.
         why = f" ({self._trouble})" if self._trouble else ""
         return Unavailable(
             f"the store {self._store.description} is away{why}: nothing is taken until it is "
             "back, try again later",
-            reason=Reason.STORE_UNAVAILABLE,
-            metadata={"store": self._store.description},
-        )
-
-    def _overtaken(self) -> Unavailable:
-        return Unavailable(
-            f"other servers wrote to the book {self._store.description} all the time for "
-            f"{_PATIENCE_S:g} s: try again",
             reason=Reason.STORE_UNAVAILABLE,
             metadata={"store": self._store.description},
         )
@@ -624,14 +475,3 @@ class Registry:
             "the server is shutting down: try again, or at another one",
             reason=Reason.SHUTTING_DOWN,
         )
-
-
-def _merged(writes: list[Outcome], base: int) -> Txn:
-    """A wave as one transaction on what it was decided on."""
-    ops: list[Op] = []
-    expired: list[str] = []
-    for outcome in writes:
-        assert outcome.decision is not None
-        ops += outcome.txn_to_keep.ops
-        expired += outcome.decision.expired
-    return Txn(tuple(ops), away=tuple(expired), base=base)

@@ -272,16 +272,14 @@ class Calls:
         """What a renewal is answered where other servers write too: ALIVE is said once
         the store has it, since this server may be cut off in the next moment."""
         registry = self.registry
-        book = registry.book(namespace)
         if any(status.state != v1.LEASE_STATE_ALIVE for status in statuses):
             # It may have been granted at another server a moment ago.
             await registry.catch_up()
-            statuses = book.renew(request, registry.now())
+            statuses = registry.book(namespace).renew(request, registry.now())
         if await registry.confirm_alive(_alive(statuses)):
             # The store held some for dead; another server may have ended them.
             await registry.catch_up()
-            book = registry.book(namespace)
-            statuses = book.renew(request, registry.now())
+            statuses = registry.book(namespace).renew(request, registry.now())
             registry.note_ended(
                 status.lease_id
                 for status in statuses
