@@ -86,6 +86,8 @@ def test_what_was_committed_here_is_folded_once_and_told_once() -> None:
         assert rig.replica.revision == commit.revision
         assert len(rig.heard.changes) == 1
         assert not rig.replica.is_torn
+        # And nothing is remembered for ever.
+        assert rig.replica._own == set()
 
     play(script)
 
