@@ -229,6 +229,19 @@ def test_the_bound_is_exact_when_very_many_come_at_once(
     assert {r.reason for r in results if r not in passed} == {reason}
 
 
+def test_a_book_over_a_bound_that_was_lowered_still_takes_what_is_not_bounded_by_it(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    desk = desk_with(0, engine_id="f_dp0", desk=desk_with(0))
+    for limits, ask in (
+        (BookLimits(max_leases=1), begin("g_dp0")),
+        (BookLimits(max_engines=1), register(one(1))),
+    ):
+        desk.limits = limits
+        (reply,) = Turns(desk, loop).run([ask])
+        assert reply.epoch == 1
+
+
 def test_far_from_a_bound_very_many_are_one_wave(loop: asyncio.AbstractEventLoop) -> None:
     turns = Turns(Desk(BookLimits(max_engines=MOST_COMMANDS, max_leases=MOST_COMMANDS)), loop)
     turns.run(register(one(0, f"e{n}_dp0")) for n in range(100))
