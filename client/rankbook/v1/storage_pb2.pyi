@@ -53,9 +53,8 @@ server that gets it late says so in its log and reads the book anew. Parse a
 value that is there, change it and put it back, so that fields of a newer
 version stay.
 
-To publish an engine, put in this order (a record whose lease comes after it, or
-never, is one that nobody takes out, and one without holders stops a server from
-taking out others):
+To publish an engine, put (a record whose lease is not there is taken out after ten
+seconds):
   NS/l/LEASE_ID      with an id never used before: `ttl_millis`, and the engine
                      and epoch in `uses`;
   NS/e/ENGINE_ID     `epoch` and `last_epoch` one above its old `last_epoch` and

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rankbook import v1
-from rankbook.limits import DEFAULT_NAMESPACE
+from rankbook.limits import DEFAULT_NAMESPACE, DEFAULT_TTL_S
 from rankbook_server.core.decision import Instant
 from rankbook_server.core.engine import EngineState
 from rankbook_server.core.keys import (
@@ -70,6 +70,14 @@ class LeaseEntry:
         return left_s if left_s > 0 or not self.kept else self.ttl_s
 
 
+@dataclass(slots=True)
+class Orphans:
+    """Live records under a lease that is not in the book."""
+
+    since_s: float
+    holds: set[tuple[str, SlotKey]] = field(default_factory=set)
+
+
 class BookFold:
     """One namespace of a book. Not thread-safe: one writer owns it."""
 
@@ -85,6 +93,7 @@ class BookFold:
         self.new_id = new_id
         self.engines: dict[str, EngineState] = {}
         self.leases: dict[str, LeaseEntry] = {}
+        self.orphans: dict[str, Orphans] = {}
         self.lease_of_key: dict[str, str] = {}
         self.ended: OrderedDict[str, None] = OrderedDict()
         self.facts = v1.StoredNamespace(version=1)
@@ -189,6 +198,8 @@ class BookFold:
                 return
             del self.leases[lease_id]
             self._free_key(entry)
+            for engine_id, slot in entry.holds:
+                self._hold(engine_id, slot, lease_id)
             self.ended[lease_id] = None
             while len(self.ended) > _ENDED_KEPT:
                 self.ended.popitem(last=False)
@@ -198,6 +209,8 @@ class BookFold:
         if entry is None:
             entry = LeaseEntry(lease_id, stored, ttl_s, self.clock_s + ttl_s)
             self.leases[lease_id] = entry
+            if (orphans := self.orphans.pop(lease_id, None)) is not None:
+                entry.holds = orphans.holds
         entry.stored, entry.ttl_s = stored, ttl_s
         self.unsaved.discard(lease_id)
         if stored.ended:
@@ -214,6 +227,7 @@ class BookFold:
 
     def link_leases(self) -> None:
         """Ties records to leases after a snapshot, whose keys come in any order."""
+        self.orphans.clear()
         for entry in self.leases.values():
             entry.holds.clear()
         for engine in self.engines.values():
@@ -255,6 +269,8 @@ class BookFold:
             if not entry.stored.ended:
                 entry.deadline = now.mono_s + entry.ttl_s
             entry.due = entry.deadline
+        for orphans in self.orphans.values():
+            orphans.since_s = now.mono_s
         self._due = [(entry.due, entry.lease_id) for entry in self.leases.values()]
         heapq.heapify(self._due)
 
@@ -263,7 +279,10 @@ class BookFold:
         without leases."""
         if self.unsaved:
             return float("-inf")
-        return self._due[0][0] if self._due else None
+        first = [orphans.since_s + DEFAULT_TTL_S for orphans in self.orphans.values()]
+        if self._due:
+            first.append(self._due[0][0])
+        return min(first, default=None)
 
     # --------------------------------------------------------------- indexes
 
@@ -271,11 +290,19 @@ class BookFold:
         entry = self.leases.get(lease_id)
         if entry is not None:
             entry.holds.add((engine_id, slot))
+            return
+        # Whoever writes to a shared store may do so in another order, or not at all.
+        orphans = self.orphans.setdefault(lease_id, Orphans(self.clock_s))
+        orphans.holds.add((engine_id, slot))
 
     def _unhold(self, engine_id: str, slot: SlotKey, lease_id: str) -> None:
         entry = self.leases.get(lease_id)
         if entry is not None:
             entry.holds.discard((engine_id, slot))
+        elif (orphans := self.orphans.get(lease_id)) is not None:
+            orphans.holds.discard((engine_id, slot))
+            if not orphans.holds:
+                del self.orphans[lease_id]
 
     def _list(self, engine: EngineState, slot: SlotKey) -> None:
         state = engine.live[slot]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rankbook import v1
 from rankbook.convert import timestamp
 from rankbook.errors import LimitExceeded, NotFound, Reason
-from rankbook.limits import MAX_GRID_SLOTS, check_count, check_id, check_slot
+from rankbook.limits import DEFAULT_TTL_S, MAX_GRID_SLOTS, check_count, check_id, check_slot
 from rankbook_server.core.admission import (
     check_sequence,
     current_engine,
@@ -23,6 +23,7 @@ from rankbook_server.core.heads import copy_head
 from rankbook_server.core.keys import SlotKey, lease_key, slot_key, slot_text
 from rankbook_server.core.leases import ttl_ops
 from rankbook_server.core.ops import MAX_TXN_OPS, Delete, Op, Txn
+from rankbook_server.core.records import slot_holder
 
 __all__ = ["deregister", "expire", "removal_ops", "revoke"]
 
@@ -57,13 +58,10 @@ def removal_ops(
     ops: list[Op] = []
     for slot in sorted(gone):
         state = engine.live[slot]
-        holder = state.stored.holders[-1]
         closed = v1.StoredWorker(
             version=1,
             epoch=state.epoch,
-            holders=holders_with(
-                state.stored.holders, holder.boot_id, max(holder.sequence, sequence)
-            ),
+            holders=_closed(state.stored.holders, sequence),
             change_time=stamp,
         )
         ops.append(book.worker_put(engine.engine_id, slot, closed))
@@ -74,8 +72,9 @@ def removal_ops(
         head.lapsed = head.lapsed or lapse
         if core:
             head.core.live = False
-            holder = head.core.holders[-1]
-            holder.sequence = max(holder.sequence, sequence)
+            closed_core = _closed(head.core.holders, sequence)
+            del head.core.holders[:]
+            head.core.holders.extend(closed_core)
         if last:
             head.gone_time.CopyFrom(stamp)
             heir = _heir(book, engine)
@@ -83,6 +82,15 @@ def removal_ops(
                 head.successor.CopyFrom(heir)
         ops.insert(0, book.head_put(engine.engine_id, head))
     return ops
+
+
+def _closed(holders: Sequence[v1.StoredHolder], sequence: int) -> list[v1.StoredHolder]:
+    """The holders with the last one's numbers used up. Somebody else's record may
+    have come without any."""
+    if not holders:
+        return []
+    last = holders[-1]
+    return holders_with(holders, last.boot_id, max(last.sequence, sequence))
 
 
 def _heir(book: BookFold, engine: EngineState) -> v1.Successor | None:
@@ -141,7 +149,7 @@ def deregister(
 
 def _holds(engine: EngineState, slot: SlotKey, boot_id: str) -> bool:
     state = engine.live.get(slot)
-    return state is not None and state.stored.holders[-1].boot_id == boot_id
+    return state is not None and slot_holder(state) == boot_id
 
 
 def _holders(engine: EngineState, slot: SlotKey) -> Iterable[v1.StoredHolder]:
@@ -237,11 +245,30 @@ def _first_piece(holds: list[tuple[str, SlotKey]]) -> list[tuple[str, SlotKey]]:
     return piece
 
 
+def _lost_records(book: BookFold, now: Instant) -> Decision[None] | None:
+    """Takes out live records whose lease is not in the book: nobody keeps them."""
+    for lease_id, orphans in book.orphans.items():
+        if orphans.since_s + DEFAULT_TTL_S > now.mono_s:
+            continue
+        by_engine: dict[str, list[SlotKey]] = {}
+        for engine_id, slot in _first_piece(sorted(orphans.holds)):
+            by_engine.setdefault(engine_id, []).append(slot)
+        ops: list[Op] = []
+        for engine_id, slots in by_engine.items():
+            ops += removal_ops(book, book.engines[engine_id], slots, now, lapsed=True)
+        fields = {"lease_id": lease_id, "engines": sorted(by_engine)}
+        return maintenance(ops, [Note("records_without_lease", fields)])
+    return None
+
+
 def expire(book: BookFold, now: Instant) -> Decision[None] | None:
-    """The next piece of what is due: times to live to write down, then leases
-    that ran out, as many as one transaction takes."""
+    """The next piece of what is due: times to live to write down, then records
+    without a lease, then leases that ran out, as many as one transaction takes."""
     if book.unsaved:
         return maintenance(ttl_ops(book))
+    lost = _lost_records(book, now)
+    if lost is not None:
+        return lost
     due = book.due_leases(now.mono_s, MAX_TXN_OPS)
     if not due:
         return None

@@ -29,7 +29,7 @@ from rankbook_server.core.leases import (
     taken_for_dead,
 )
 from rankbook_server.core.ops import Txn
-from rankbook_server.core.records import normal_core
+from rankbook_server.core.records import normal_core, slot_holder
 from rankbook_server.core.slots import seal_digest, seal_piece
 
 __all__ = ["seal"]
@@ -163,7 +163,7 @@ def _seen(request: v1.SealEngineRequest, engine: EngineState) -> dict[SlotKey, t
 def _check_same(engine: EngineState, seen: dict[SlotKey, tuple[str, bytes]]) -> None:
     differences = []
     for slot, state in engine.live.items():
-        boot_id = state.stored.holders[-1].boot_id
+        boot_id = slot_holder(state)
         if slot not in seen:
             differences.append(f"{slot_text(slot)}: in the book, not seen by the core")
         elif seen[slot][0] != boot_id:
