@@ -6,8 +6,9 @@ there lives, whoever hears of it. One whose key went is dead, unless
 
     this server heard of it within its time to live: then the store lost the key
         and gets it back
-    another server heard of it: that one brings the key back, so there is a short
-        while before anything ends
+    another server heard of it: that one brings the key back, so there is a while
+        before anything ends; a short one where this server was the last to hear,
+        and can tell that by the time: a key lives for a time to live after that
     this server, or the store, did not run or could not be reached lately: then
         nobody could hear of anything, and every lease has a full time to live
         from the end of that (rule 8)
@@ -35,11 +36,17 @@ from rankbook_server.core.ops import Op, Put
 from rankbook_server.liveness import LivenessNews
 from rankbook_server.store.base import Presence
 
-__all__ = ["CONFIRM_S", "LeaseKeys"]
+__all__ = ["CONFIRM_S", "OTHERS_S", "LeaseKeys"]
 
 CONFIRM_S = 0.2
-"""How long other servers have to bring a key back, in seconds: they see it go
-within milliseconds and write it at once."""
+"""How long other servers have to bring a key back where this one was the last to
+hear, in seconds: its holder may have gone to them a moment ago."""
+OTHERS_S = 1.5
+"""How long they have where this server was not: they see the key go and write it
+at once, over links that may be slow."""
+_LAG_S = 1.5
+# So long after its time an etcd lease may end: etcd looks twice a second, and what
+# this server heard takes a moment to get there.
 _MASS = 16
 _MASS_SHARE = 0.5
 _MASS_S = 2.0
@@ -124,7 +131,9 @@ class LeaseKeys:
             # With its whole time: another one would be another lease of the store's.
             self._news.renewed({entry.lease_id: entry.ttl_s})
         else:
-            entry.deadline = max(now.mono_s + CONFIRM_S, self._doubt_s + entry.ttl_s)
+            is_last = now.mono_s < entry.heard_s + entry.ttl_s + _LAG_S
+            while_s = CONFIRM_S if is_last else OTHERS_S
+            entry.deadline = max(now.mono_s + while_s, self._doubt_s + entry.ttl_s)
             self._went_s.append(now.mono_s)
             self._lost.append((now.mono_s, entry, book))
         book.schedule(entry)

@@ -15,7 +15,7 @@ from rankbook_server.books import Books
 from rankbook_server.core.fold import BookLimits, LeaseEntry
 from rankbook_server.core.ops import Put, Txn
 from rankbook_server.follower import Follower
-from rankbook_server.lease_keys import CONFIRM_S, LeaseKeys
+from rankbook_server.lease_keys import OTHERS_S, LeaseKeys
 from rankbook_server.liveness import LivenessNews
 from rankbook_server.replica import Replica
 
@@ -277,11 +277,11 @@ def test_a_short_cut_gives_no_lease_more_time() -> None:
         rig.line.heal()
         await asyncio.sleep(0.3)
         assert not rig.entry().kept
-        assert rig.left_s() <= CONFIRM_S
+        assert rig.left_s() <= OTHERS_S
         # Nor once the cut is known to have ended.
         await asyncio.sleep(1.5)
         assert rig.follower.cut_for_s == 0.0
-        assert rig.left_s() <= CONFIRM_S
+        assert rig.left_s() <= OTHERS_S
 
     play(script)
 

@@ -13,7 +13,7 @@ from rankbook_server.core.book import Book
 from rankbook_server.core.fold import BookLimits, LeaseEntry
 from rankbook_server.core.keys import lease_key
 from rankbook_server.core.ops import Delete, Put
-from rankbook_server.lease_keys import CONFIRM_S, LeaseKeys
+from rankbook_server.lease_keys import CONFIRM_S, OTHERS_S, LeaseKeys
 from rankbook_server.liveness import LivenessNews
 from rankbook_server.store.base import Presence
 
@@ -138,7 +138,7 @@ def test_leases_are_kept_in_every_namespace() -> None:
     assert rig.lives("a")
     assert rig.lives("b", "m")
     rig.hear(away=["b"])
-    rig.pass_time(CONFIRM_S)
+    rig.pass_time(OTHERS_S)
     assert not rig.lives("b", "m")
     assert rig.lives("a")
 
@@ -173,8 +173,8 @@ def test_a_lease_whose_key_went_ends_after_a_short_while_for_others_to_bring_it_
     rig.pass_time(30.0)
     rig.hear(away=["a"])
     assert rig.lives("a")
-    assert rig.left_s("a") == pytest.approx(CONFIRM_S)
-    rig.pass_time(CONFIRM_S - 0.01)
+    assert rig.left_s("a") == pytest.approx(OTHERS_S)
+    rig.pass_time(OTHERS_S - 0.01)
     assert rig.due() == []
     rig.pass_time(0.02)
     assert rig.due() == ["a"]
@@ -186,7 +186,7 @@ def test_a_long_deadline_of_before_does_not_outlast_the_key() -> None:
     rig.hear(["a"], anew=True)
     rig.book.leases["a"].deadline = rig.clock.mono() + 300
     rig.hear(away=["a"])
-    rig.pass_time(CONFIRM_S + 0.01)
+    rig.pass_time(OTHERS_S + 0.01)
     assert rig.due() == ["a"]
 
 
@@ -195,7 +195,7 @@ def test_a_key_that_comes_back_in_that_while_keeps_its_lease() -> None:
     rig.hear(["a"], anew=True)
     rig.pass_time(30.0)
     rig.hear(away=["a"])
-    rig.pass_time(CONFIRM_S / 2)
+    rig.pass_time(OTHERS_S / 2)
     rig.hear(["a"])
     rig.pass_time(30.0)
     assert rig.due() == []
@@ -223,7 +223,17 @@ def test_a_server_that_heard_of_it_longer_ago_does_not() -> None:
     rig.pass_time(TTL_S)
     rig.hear(away=["a"])
     assert rig.told() == {}
+    # It was the last to hear: nobody has much to object.
     assert rig.left_s("a") == pytest.approx(CONFIRM_S)
+
+
+def test_a_key_that_lived_on_was_kept_by_another_server_which_has_longer_to_object() -> None:
+    rig = Rig("a")
+    rig.hear(["a"], anew=True)
+    rig.renew("a")
+    rig.pass_time(TTL_S + 2.0)
+    rig.hear(away=["a"])
+    assert rig.left_s("a") == pytest.approx(OTHERS_S)
 
 
 def test_keys_that_went_while_the_watch_was_broken_count_as_gone() -> None:
@@ -231,7 +241,7 @@ def test_keys_that_went_while_the_watch_was_broken_count_as_gone() -> None:
     rig.hear(["a", "b"], anew=True)
     rig.pass_time(30.0)
     rig.hear(["b"], anew=True)
-    assert rig.left_s("a") == pytest.approx(CONFIRM_S)
+    assert rig.left_s("a") == pytest.approx(OTHERS_S)
     assert rig.lives("b")
     # One that never had a key is not touched by that.
     assert not rig.lives("c")
@@ -239,7 +249,7 @@ def test_keys_that_went_while_the_watch_was_broken_count_as_gone() -> None:
     assert len(rig.keys) == 1
     rig.grant("a")
     assert not rig.book.leases["a"].kept
-    rig.pass_time(CONFIRM_S + 0.01)
+    rig.pass_time(OTHERS_S + 0.01)
     assert rig.due() == ["a", "c"]
 
 
@@ -277,7 +287,7 @@ def test_doubt_ends() -> None:
     rig.keys.doubt(rig.clock.now())
     rig.pass_time(TTL_S + 5)
     rig.hear(away=["a"])
-    assert rig.left_s("a") == pytest.approx(CONFIRM_S)
+    assert rig.left_s("a") == pytest.approx(OTHERS_S)
 
 
 # ----------------------------------------------------------- the store knows better
@@ -342,10 +352,10 @@ def test_what_goes_in_the_moments_after_a_mass_belongs_to_it() -> None:
             rig.pass_time(0.3)
             rig.hear(away=[f"other-{number}"])
     assert [log["leases"] for log in logs] == [20]
-    rig.pass_time(CONFIRM_S + 0.01)
+    rig.pass_time(OTHERS_S + 0.01)
     assert rig.due() == []
     # And gives those before it no more time than they got.
-    assert rig.left_s(names[0]) == pytest.approx(first - 5 * 0.3 - CONFIRM_S - 0.01)
+    assert rig.left_s(names[0]) == pytest.approx(first - 5 * 0.3 - OTHERS_S - 0.01)
 
 
 def test_nor_where_they_were_missed() -> None:
@@ -358,25 +368,25 @@ def test_nor_where_they_were_missed() -> None:
 def test_twice_such_a_node_and_nobody_else_is() -> None:
     rig, names = many(16)
     rig.hear(away=names)
-    rig.pass_time(CONFIRM_S + 0.01)
+    rig.pass_time(OTHERS_S + 0.01)
     assert rig.due() == []
 
 
 def test_a_lost_node_of_eight_workers_is_not_very_many() -> None:
     rig, names = many(15)
     rig.hear(away=names)
-    rig.pass_time(CONFIRM_S + 0.01)
+    rig.pass_time(OTHERS_S + 0.01)
     assert rig.due() == sorted(names)
 
 
 def test_a_small_share_is_not_very_many() -> None:
     rig, names = many(40, live=41)
     rig.hear(away=names)
-    rig.pass_time(CONFIRM_S + 0.01)
+    rig.pass_time(OTHERS_S + 0.01)
     assert rig.due() == sorted(names)
     rig, names = many(40, live=40)
     rig.hear(away=names)
-    rig.pass_time(CONFIRM_S + 0.01)
+    rig.pass_time(OTHERS_S + 0.01)
     assert rig.due() == []
 
 
@@ -385,8 +395,8 @@ def test_many_over_a_long_time_are_not_very_many_at_once() -> None:
     for name in names:
         rig.hear(away=[name])
         rig.pass_time(0.25)
-        assert rig.due()[-1:] == [] or rig.left_s(name) <= CONFIRM_S
-    rig.pass_time(CONFIRM_S)
+        assert rig.due()[-1:] == [] or rig.left_s(name) <= OTHERS_S
+    rig.pass_time(OTHERS_S)
     assert rig.due() == sorted(names)
 
 
@@ -396,7 +406,7 @@ def test_long_after_a_mass_one_that_goes_ends_as_usual() -> None:
     rig.pass_time(3.0)
     rig.hear(names)
     rig.hear(away=names[:1])
-    rig.pass_time(CONFIRM_S + 0.01)
+    rig.pass_time(OTHERS_S + 0.01)
     assert rig.due() == names[:1]
 
 
