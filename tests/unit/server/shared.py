@@ -82,6 +82,8 @@ class WarpLoop(asyncio.SelectorEventLoop):
         try:
             self.run_until_complete(self._main)
             self.run_until_complete(self.shutdown_asyncgens())
+            # A test may expect to be cancelled, but not by this.
+            assert not self.trouble, self.trouble
         except asyncio.CancelledError:
             raise AssertionError(self.trouble) from None
         finally:

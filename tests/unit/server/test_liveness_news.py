@@ -88,6 +88,7 @@ def test_a_lease_that_ends_before_it_was_told_is_dropped_and_not_touched() -> No
 @pytest.mark.parametrize("after", ["nothing", "renewed", "ended", "granted"])
 def test_what_was_not_taken_is_told_again_and_newer_news_count(after: str) -> None:
     async def script(rig: Rig) -> None:
+        await rig.store.touch({"b": 20.0})
         rig.fold("a")
         rig.fold("b")
         rig.end("b")
@@ -108,6 +109,48 @@ def test_what_was_not_taken_is_told_again_and_newer_news_count(after: str) -> No
             "granted": {"a": 10.0, "b": 10.0},
         }
         assert await rig.live() == expected[after]
+
+    play(script)
+
+
+def test_an_end_that_comes_while_the_store_does_not_take_the_renewal_counts() -> None:
+    async def script(rig: Rig) -> None:
+        rig.fold("a")
+        rig.line.still = True
+        telling = asyncio.ensure_future(rig.news.tell(rig.line))
+        await asyncio.sleep(0.1)
+        rig.end("a")
+        rig.line.mute = "too slow"
+        rig.line.still = False
+        rig.store.stir()
+        assert not await telling
+        rig.line.heal()
+        assert await rig.news.tell(rig.line)
+        assert await rig.live() == {}
+
+    play(script)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_comes_while_the_store_is_told_goes_right_after_or_with_more(at_once: bool) -> None:
+    async def script(rig: Rig) -> None:
+        told: list[set[str]] = []
+        real = rig.line.touch
+
+        async def noted(leases: dict[str, float]) -> frozenset[str]:
+            told.append(set(leases))
+            made: frozenset[str] = await real(leases)
+            return made
+
+        rig.line.touch = noted  # type: ignore[method-assign,assignment]
+        telling = asyncio.ensure_future(rig.news.tell_loop(rig.line, at_once=at_once))
+        for name in "abc":
+            rig.news.renewed({name: 10.0})
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0)
+        assert told == ([{"a"}, {"b"}, {"c"}] if at_once else [{"a"}, {"b", "c"}])
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
 
     play(script)
 
@@ -134,12 +177,14 @@ def test_who_waits_until_the_store_has_taken_a_renewal_hears_which_it_held_for_d
         rig.line.delay_s = 1.0
         telling = asyncio.ensure_future(rig.news.tell_loop(rig.line, at_once=True))
         both = asyncio.ensure_future(rig.news.confirm({"a": 4.0, "b": 4.0}))
+        first = asyncio.ensure_future(rig.news.confirm({"a": 4.0}))
         await asyncio.sleep(0.9)
         # This one goes right after.
         other = asyncio.ensure_future(rig.news.confirm({"b": 4.0}))
         assert not both.done()
         await asyncio.sleep(0.2)
         assert await both == {"b"}
+        assert await first == frozenset()
         assert not other.done()
         await asyncio.sleep(1.0)
         assert await other == frozenset()
