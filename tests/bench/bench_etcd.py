@@ -10,7 +10,7 @@ nothing.
     slot        one 1 KiB record into an engine that is there, likewise
     burst       64 such registrations at once, per registration
     range       etcd's own range over the keys of a 64-worker engine (the control)
-    query       rankbook's topology of that engine
+    query       rankbook's topology of that engine, a unary call
 """
 
 from __future__ import annotations
@@ -26,13 +26,18 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
+
+import grpc
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.contract.etcd_server import EtcdNode
 
 import rankbook
-from rankbook.model import Handshake, Layers, Layout, Process, Requirement, Role, Slot, WorkerRecord
+from rankbook import v1
+from rankbook.model import Handshake, Layers, Layout, Process, Role, Slot, WorkerRecord
+from rankbook.v1 import registry_pb2_grpc
 from rankbook_server.etcd import etcd_pb2 as pb
 from rankbook_server.etcd.client import EtcdClient
 
@@ -65,7 +70,9 @@ async def p50(call: Callable[[], Awaitable[object]], count: int = COUNT) -> floa
     return statistics.median(taken)
 
 
-async def measure(etcd: EtcdClient, client: rankbook.AsyncClient, folder: str) -> dict[str, float]:
+async def measure(
+    etcd: EtcdClient, client: rankbook.AsyncClient, stub: Any, folder: str
+) -> dict[str, float]:
     """One repetition."""
     lease = next(numbers)
     await etcd.grant(lease, 3600)
@@ -95,8 +102,10 @@ async def measure(etcd: EtcdClient, client: rankbook.AsyncClient, folder: str) -
         key = f"{folder}/book/default/w/{whole}/".encode()
         await etcd.range(pb.RangeRequest(key=key, range_end=key[:-1] + b"0"))
 
+    asked = v1.GetTopologyRequest(engine_id=whole, require=v1.REQUIREMENT_ANY)
+
     async def query() -> None:
-        await client.get_topology(whole, require=Requirement.ANY)
+        await stub.GetTopology(asked)
 
     found = {"put": await p50(put), "register": await p50(register), "slot": await p50(slot)}
     began = time.perf_counter()
@@ -112,10 +121,14 @@ async def run(repetitions: int, node: EtcdNode, address: str) -> None:
     """Measures and prints."""
     etcd = EtcdClient(node.endpoints, clock=time.monotonic)
     rows = []
-    async with rankbook.AsyncClient(address) as client:
-        await measure(etcd, client, "bench")
+    async with (
+        rankbook.AsyncClient(address) as client,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        await measure(etcd, client, stub, "bench")
         for _ in range(repetitions):
-            rows.append(await measure(etcd, client, "bench"))
+            rows.append(await measure(etcd, client, stub, "bench"))
     await etcd.close()
     for name in rows[0]:
         values = sorted(row[name] for row in rows)
