@@ -47,9 +47,8 @@ LOOK_S = 0.25
 """How often a call that waits looks at the words of others, in seconds."""
 _GAP_S = 1.0
 # Between two writes of the key.
-_URGENT_S = 0.05
-# The same where the key does not name an engine that has a transfer in flight: that
-# can only be so again once the key has told that it has none.
+_GATHER_S = 0.05
+# Reports and changes of so long go together.
 _LEAST_S = 0.001
 # Less is no wait where a clock is coarse.
 _RETRY_S = 0.5
@@ -301,8 +300,7 @@ class Drains:
                 async with asyncio.timeout(self._wait_s(due_s)):
                     await self._stirred.wait()
                     if not self._vouching:
-                        # Reports and changes come many at a time.
-                        await asyncio.sleep(_URGENT_S)
+                        await asyncio.sleep(_GATHER_S)
             self._stirred.clear()
 
     def _wait_s(self, due_s: float) -> float | None:
@@ -323,9 +321,7 @@ class Drains:
             due_s = float("-inf")
         else:
             word, newest, _ = self._compose()
-            if self._told is not None and not _starts(word) <= self._told:
-                due_s = float("-inf")
-            elif newest > said.revision or _says(word) != _says(said):
+            if newest > said.revision or _says(word) != _says(said):
                 due_s = self._said_s + _GAP_S
         return max(due_s, self._failed_s + _RETRY_S)
 

@@ -129,6 +129,22 @@ def test_a_drain_waits_for_reported_transfers_and_can_be_undone(raw: Raw) -> Non
     assert undone.outcome == v1.DRAIN_OUTCOME_UNSPECIFIED
 
 
+def test_a_drain_in_a_session_that_waits_for_nothing_says_at_once_whether_it_is_over(
+    raw: Raw,
+) -> None:
+    raw.ready(grid())
+    drain = v1.DrainEngineRequest(engine_id="prefill-a-0")
+    with raw.session() as session:
+        session.send("drain_engine", drain)
+        assert session.take().drain_engine.outcome == v1.DRAIN_OUTCOME_IDLE
+        peer = v1.PeerConnection(engine_id="prefill-a-0", generation="g1", transfers_in_flight=2)
+        session.send("report_peers", v1.ReportPeersRequest(boot_id="decode-1", peers=[peer]))
+        assert session.take().HasField("report_peers")
+        session.send("drain_engine", drain)
+        drained = session.take().drain_engine
+        assert (drained.outcome, drained.transfers_in_flight) == (v1.DRAIN_OUTCOME_WAITING, 2)
+
+
 def test_a_drain_with_a_deadline_says_that_it_passed(raw: Raw) -> None:
     raw.ready(grid())
     peer = v1.PeerConnection(engine_id="prefill-a-0", generation="g1", transfers_in_flight=1)

@@ -268,6 +268,22 @@ def test_servers_that_rest_write_once_and_a_drain_costs_each_one_write_a_second(
             await asyncio.sleep(0.1)
         # Twenty seconds, and a first word of each.
         assert world.store.words_written - before <= 20 + 3
+        await two.report(5, "old", generation="g0")
+        await asyncio.sleep(3.0)
+        before = world.store.words_written
+        for number in range(50):
+            # A start that is over is nobody's business.
+            await two.report(1 + number % 7, "old", generation="g0")
+            await two.report(4, "busy")
+        await asyncio.sleep(3.0)
+        assert world.store.words_written <= before + 1
+        await one.undo()
+        await within(3.0, lambda: not cast(v1.StoredServer, world.word(two)).flying)
+        before = world.store.words_written
+        for number in range(50):
+            await two.report(1 + number % 7, "busy")
+            await asyncio.sleep(0.1)
+        assert world.store.words_written == before
 
     play(script)
 
@@ -432,6 +448,71 @@ def test_a_word_of_another_version_or_book_or_none_at_all_answers_for_nothing() 
     play(script)
 
 
+def test_of_a_word_only_the_engine_that_is_asked_for_counts() -> None:
+    async def script(world: World) -> None:
+        (one,) = await world.grown(1)
+        assert (await one.drain(5.0)).outcome == IDLE
+        word = world.word(one)
+        assert word is not None
+        word.boot_id, word.revision = "x", 2**40
+        for namespace, engine_id, generation in (
+            ("other", E, "g1"),
+            ("default", "e_dp1", "g1"),
+            ("default", E, "g0"),
+        ):
+            word.flying.add(
+                namespace=namespace,
+                engine_id=engine_id,
+                generation=generation,
+                transfers_in_flight=5,
+            )
+        world.store.say("x", word.SerializeToString(), 60.0)
+        assert (await one.drain()).outcome == IDLE
+        most = 2**32 - 1
+        word.flying.add(namespace="default", engine_id=E, generation="g1", transfers_in_flight=most)
+        world.store.say("x", word.SerializeToString(), 60.0)
+        await one.report(7)
+        reply = await one.drain()
+        # More than the answer has room for is as much as it has room for.
+        assert (reply.outcome, reply.transfers_in_flight) == (WAITING, most)
+
+    play(script)
+
+
+def test_a_report_that_runs_out_at_another_server_ends_the_wait() -> None:
+    async def script(world: World) -> None:
+        one, two = await world.grown(2)
+        await two.report(3)
+        began_s = world.now()
+        assert (await one.drain(60.0)).outcome == IDLE
+        assert FORGET_S <= world.now() - began_s < FORGET_S + 3
+
+    play(script)
+
+
+def test_a_store_that_is_away_is_not_asked_what_the_others_say() -> None:
+    async def script(world: World) -> None:
+        one, two = await world.grown(2)
+        await two.report(1)
+        await one.drain()
+        waiting = asyncio.ensure_future(one.drain(30.0))
+        await asyncio.sleep(1.0)
+        one.line.down = "cut"
+        await within(5.0, lambda: not one.registry.available)
+        looks = 0
+
+        async def counted() -> Any:
+            nonlocal looks
+            looks += 1
+            raise Unavailable("cut")
+
+        one.line.announced = counted  # type: ignore[method-assign]
+        assert (await waiting).outcome == WAITING
+        assert looks == 0
+
+    play(script)
+
+
 def test_a_first_report_is_acknowledged_only_once_the_others_can_know_of_its_server() -> None:
     async def script(world: World) -> None:
         (one,) = await world.grown(1)
@@ -496,6 +577,9 @@ def test_when_the_store_loses_the_words_nobody_is_called_idle_before_they_are_ba
             world.store.lose()
             # The other server notices only when it repeats its word.
             assert (await one.drain()).outcome == WAITING
+            # Who is asked notices then.
+            await within(1.0, lambda: world.word(one) is not None)
+            assert world.word(two) is None
             reply = await one.drain(20.0)
             assert (reply.outcome, reply.transfers_in_flight) == (WAITING, 3)
             await two.report(3)
@@ -550,7 +634,10 @@ def test_another_book_in_the_place_of_the_first_is_spoken_of_anew() -> None:
         reply = await one.drain(5.0)
         assert (reply.outcome, reply.transfers_in_flight) == (WAITING, 1)
         await two.report(0)
+        began_s = world.now()
         assert (await one.drain(10.0)).outcome == IDLE
+        # Nothing was lost, it is of another book.
+        assert world.now() - began_s < 2.0
 
     play(script)
 
@@ -573,7 +660,7 @@ def test_more_than_a_word_can_hold_keeps_every_drain_waiting() -> None:
             assert (await one.drain(5.0)).outcome == outcome
             word = world.word(two)
             assert word is not None
-            assert word.ByteSize() < 1100
+            assert len(word.flying) < 30
 
     play(script)
 
