@@ -302,6 +302,21 @@ def test_a_deletion_that_a_synced_watch_missed_is_found() -> None:
     assert "missed deletions" in scene.broken()
 
 
+def test_an_end_that_is_newer_than_its_messages_resume_point_is_no_missed_change() -> None:
+    scene = Scene()
+    for reader in ("w0.0", "w1.0"):
+        scene.reader(reader)
+    scene.register("a", 1, 0.0, rev=1)
+    for reader in ("w0.0", "w1.0"):
+        scene.message(reader, 0.1, 1, ("engine-0", "added", 1, "d1"))
+    scene.show(0.1, scene.content(1, [(A, "a", 1)], state="FORMING", seal=0))
+    scene.message("w0.0", 0.2, 2, ("engine-0", "modified", 2, "d2"))
+    scene.deregister("a", 2, 0.2)
+    scene.message("w0.0", 0.3, 3, ("engine-0", "removed", 3, ""))
+    scene.message("w1.0", 0.3, 2, ("engine-0", "removed", 3, ""))
+    assert "missed changes" not in scene.broken()
+
+
 def test_a_part_of_what_a_watch_never_had_is_found() -> None:
     scene = good_scene()
     scene.note("baseless", 0.7, reader="w0.0", engine="engine-1", rev=3, gen="g", known="")

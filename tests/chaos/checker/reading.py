@@ -95,11 +95,14 @@ def _follows(
     timelines: dict[str, tuple[list[int], list[bool]]],
 ) -> Iterator[Violation]:
     has: dict[str, int] = {}
+    # A message may be ahead of its resume point: an end that it tells of is newer.
+    ended: dict[str, int] = {}
     said: set[tuple[str, int]] = set()
     for line in lines:
         for engine_id, kind, revision, _ in line["events"]:
             if kind in _OUT:
                 has.pop(engine_id, None)
+                ended[engine_id] = revision
             else:
                 has[engine_id] = revision
         if not line["synced"]:
@@ -114,7 +117,8 @@ def _follows(
                 missed = shown is not None and shown < revisions[index]
                 what = "has what is gone"
             else:
-                missed = shown is None or shown < revisions[index]
+                newest = ended.get(engine_id, -1) if shown is None else shown
+                missed = newest < revisions[index]
                 what = "lacks"
             if missed:
                 said.add((engine_id, index))
