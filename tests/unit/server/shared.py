@@ -121,21 +121,22 @@ class SharedMemoryStore(MemoryStore):
         self._loop = loop
         self._waiting: set[asyncio.Future[None]] = set()
         super().__init__(self._clock.mono, self._clock.new_id, **bounds)
-        self._words: dict[str, tuple[bytes, float]] = {}
+        self._words: dict[str, tuple[bytes, float, str]] = {}
         self.words_written = 0
         """Words that were not the same as before."""
 
     def words(self) -> dict[str, bytes]:
         """What each server says, as far as it has not run out."""
         now_s = self._clock.mono()
-        return {name: word for name, (word, ends_s) in self._words.items() if ends_s > now_s}
+        return {name: word for name, (word, ends_s, _) in self._words.items() if ends_s > now_s}
 
     def say(self, server_id: str, word: bytes, ttl_s: float) -> bool:
-        """Keeps a word; returns whether the one before was still kept."""
+        """Keeps a word; returns whether the one before, for this book, was still kept."""
         before = self.words().get(server_id)
+        kept = before is not None and self._words[server_id][2] == self.book_id
         self.words_written += before != word
-        self._words[server_id] = word, self._clock.mono() + ttl_s
-        return before is not None
+        self._words[server_id] = word, self._clock.mono() + ttl_s, self.book_id
+        return kept
 
     def lose(self, *server_ids: str) -> None:
         """Forgets words: those of these servers, or all."""
