@@ -426,7 +426,7 @@ def test_the_rules_of_a_book_hold_on_every_server_over_etcd(own_etcd: EtcdNode) 
         run_state_machine_as_test(
             lambda: EtcdBookMachine(own_etcd, loop, seen),
             settings=settings(
-                max_examples=int(EXAMPLES or 40),
+                max_examples=int(EXAMPLES or 30),
                 stateful_step_count=40,
                 derandomize=not EXAMPLES,
                 database=None,
