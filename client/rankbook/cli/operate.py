@@ -119,8 +119,9 @@ def drain(
 ) -> None:
     """Sets the drain flag: no new peers, existing ones go on.
 
-    The engine is drained when no consumer reports a transfer in flight, or
-    when the deadline passes; the outcome says which.
+    The engine is drained when no consumer reports a transfer in flight, at
+    whichever server, or when the deadline passes; the outcome says which.
+    Where servers share a store, give --wait: each must have answered first.
 
     \b
     RPC: DrainEngine

@@ -756,7 +756,8 @@ global___SealEngineResponse = SealEngineResponse
 @typing.final
 class ReportPeersRequest(google.protobuf.message.Message):
     """Tells which engines a process is connected to. Replaces what the process
-    told before; forgotten after 30 s without a repeat.
+    told before; forgotten after 30 s without a repeat. Where servers share a store,
+    what is acknowledged counts for whoever drains at another one.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -890,7 +891,8 @@ class DrainEngineRequest(google.protobuf.message.Message):
     @property
     def wait(self) -> google.protobuf.duration_pb2.Duration:
         """How long this call may wait for the engine to be drained, at most 60 s.
-        Zero answers at once.
+        Zero answers at once. Where servers share a store the others need a second
+        to say what was reported to them, so a first call without a wait gets WAITING.
         """
 
     def __init__(
@@ -926,7 +928,9 @@ class DrainEngineResponse(google.protobuf.message.Message):
     outcome: global___DrainOutcome.ValueType
     """Whether the engine is drained, and why."""
     transfers_in_flight: builtins.int
-    """Transfers that consumers report in flight from this engine."""
+    """Transfers that consumers report in flight from this engine, at whichever
+    server. What a consumer reported at two of them within 30 s counts twice.
+    """
     def __init__(
         self,
         *,
