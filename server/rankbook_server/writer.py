@@ -197,8 +197,10 @@ class Writer:
                 self._owner.lost(error.message)
             return
         except RankbookError as error:
-            for outcome in wave.outcomes:
+            # A decision that no transaction of this store holds; the others come again.
+            for outcome in writes:
                 outcome.command.fail(error)
+            wave.give_back(self.queue)
             return
         if writes:
             self._replica.fold(writes, [revision] * len(writes), own=True)
@@ -207,11 +209,12 @@ class Writer:
     def _relied_on(self, wave: Wave) -> dict[str, float]:
         """Leases that decisions of a wave found living, with their times to live."""
         found: dict[str, float] = {}
+        now_s = self._clock.mono()
         for outcome in wave.outcomes:
             if outcome.decision is not None:
                 for lease_id in outcome.decision.leases:
                     entry = outcome.book.leases.get(lease_id)
-                    if entry is not None:
+                    if entry is not None and entry.lives(now_s):
                         found[lease_id] = entry.ttl_s
         return found
 

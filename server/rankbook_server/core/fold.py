@@ -211,8 +211,10 @@ class BookFold:
             self.leases[lease_id] = entry
             if (orphans := self.orphans.pop(lease_id, None)) is not None:
                 entry.holds = orphans.holds
-        entry.stored, entry.ttl_s = stored, ttl_s
-        self.unsaved.discard(lease_id)
+        entry.stored = stored
+        if lease_id not in self.unsaved or round(entry.ttl_s * 1000) == stored.ttl_millis:
+            entry.ttl_s = ttl_s
+            self.unsaved.discard(lease_id)
         if stored.ended:
             entry.deadline, entry.kept = float("-inf"), False
             self._free_key(entry)

@@ -8,6 +8,8 @@ from tests.unit.core.desk import Desk, record, registration
 from rankbook import v1
 from rankbook.errors import LimitExceeded, Overloaded, Reason, Refused
 from rankbook_server.core.book import BookLimits
+from rankbook_server.core.keys import lease_key
+from rankbook_server.core.ops import Put
 
 
 def state_of(desk: Desk, lease_id: str) -> str:
@@ -238,3 +240,22 @@ def test_two_thousand_leases_that_end_at_once_go_with_few_transactions() -> None
     assert desk.expire() == 48
     assert desk.book.worker_count == 0
     assert not desk.book.leases
+
+
+def test_a_time_to_live_that_was_told_is_not_lost_by_what_another_server_writes() -> None:
+    desk = Desk()
+    lease_id = desk.register(record(0, 0), key="a").lease.lease_id
+    (status,) = desk.renew(lease_id, ttl_s=20.0)
+    assert status.ttl.seconds == 20
+    # Another server adds a use and does not know of it yet.
+    stored = v1.StoredLease()
+    stored.CopyFrom(desk.book.leases[lease_id].stored)
+    stored.uses.add(engine_id="other", epoch=1)
+    desk.revision += 1
+    key = lease_key("default", lease_id)
+    desk.book.apply(Put(key, stored.SerializeToString()), desk.revision)
+    assert desk.book.leases[lease_id].ttl_s == 20.0
+    desk.expire()
+    assert desk.book.leases[lease_id].stored.ttl_millis == 20_000
+    assert [use.engine_id for use in desk.book.leases[lease_id].stored.uses][-1] == "other"
+    assert not desk.book.unsaved
