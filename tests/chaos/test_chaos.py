@@ -26,7 +26,6 @@ RUNS = [(mix.name, 0.3, ()) for mix in ALL] + [(ALL[0].name, 0.1, ("--sqlite",))
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="test_promises.py: found and not mended yet")
 @pytest.mark.timeout(SECONDS + AROUND_S + 60)
 @pytest.mark.parametrize(
     ("mix", "share", "flags"), RUNS, ids=[f"{m}{''.join(f)}".replace(" ", "-") for m, _, f in RUNS]
