@@ -125,7 +125,7 @@ class Replica:
         self._read_revision = snapshot.revision
         self.loaded_revision = self.loaded_revision or snapshot.revision
         self._moved(max(self.revision, snapshot.revision))
-        for namespace, engine_ids in engines.items():
+        for namespace, engine_ids in (engines or {"": set()}).items():
             self._publish(namespace, engine_ids, since)
 
     def forget(self) -> None:
@@ -213,7 +213,8 @@ class Replica:
                 self._keys.folded(book, op)
             touched.append((namespace, book.take_touched()))
         self._moved(commit.revision)
-        for namespace, engine_ids in touched:
+        # A commit of nothing is a revision that somebody may wait for all the same.
+        for namespace, engine_ids in touched or [("", set())]:
             self._publish(namespace, engine_ids, commit.revision)
         return True
 

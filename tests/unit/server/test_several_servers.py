@@ -12,6 +12,7 @@ from tests.unit.server.turns import Ask
 from rankbook import v1
 from rankbook.errors import Conflict, Fenced, Reason, Unavailable
 from rankbook_server.core.ops import Put, Txn
+from rankbook_server.waiters import Waiters
 
 
 def begin(generation: str, engine_id: str = "e_dp0") -> Ask:
@@ -541,3 +542,17 @@ def test_a_commit_that_did_not_ask_for_the_last_revision_has_the_book_read_anew(
         all_the_same(cluster)
 
     play(2, script)
+
+
+def test_a_read_that_waits_for_a_revision_is_woken_by_a_commit_of_nothing() -> None:
+    async def script(cluster: Cluster) -> None:
+        (server,) = cluster.servers
+        await server.register(worker(0))
+        waiters = Waiters(server.registry, 10)
+        server.registry.subscribe(waiters)
+        (revision,) = await cluster.store.commit([Txn(())])
+        assert revision is not None
+        await waiters.revision(revision, 2.0)
+        assert server.registry.revision == revision
+
+    play(1, script)
