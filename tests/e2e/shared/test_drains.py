@@ -145,7 +145,7 @@ def test_a_deadline_ends_a_drain_that_another_server_keeps_waiting(
 
 
 def test_reports_write_nothing_while_nobody_drains(
-    servers: Callable[..., Sequence[Any]], own_node: EtcdNode
+    servers: Callable[..., Sequence[Any]], own_node: EtcdNode, made: Any
 ) -> None:
     def revision() -> int:
         return int(own_node.call("/v3/maintenance/status")["header"]["revision"])
@@ -155,11 +155,15 @@ def test_reports_write_nothing_while_nobody_drains(
         found = own_node.call("/v3/kv/range", request).get("kvs", [])
         return [int(one["version"]) for one in found]
 
-    one, two = (Raw(server.grpc) for server in servers(2, store=own_node.url("book")))
+    started = servers(3, store=own_node.url("book"))
+    one, two, _ = (Raw(server.grpc) for server in started)
     with one, two:
         one.ready(grid())
         report(one, 1, "rests")
         report(two, 1, "rests-too")
+        made.eventually(lambda: written() == [1, 1, 1], 5, "each has a key")
+        # Of one that was told nothing there is nothing to wait for.
+        started[2].stop()
         assert written() == [1, 1]
         before = revision()
         for number in range(100):

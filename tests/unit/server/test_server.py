@@ -14,8 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rankbook import v1
 from rankbook.errors import BadRequest
 from rankbook.v1 import registry_pb2_grpc
-from rankbook_server.clock import SystemClock
+from rankbook_server.clock import Clock, SystemClock
 from rankbook_server.config import Settings
+from rankbook_server.core.decision import Instant
+from rankbook_server.peers import FORGET_S
 from rankbook_server.server import ListenError, Server
 from rankbook_server.store import MemoryStore
 
@@ -26,9 +28,11 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @contextlib.asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[tuple[Server, grpc.aio.Channel]]:
+async def serving(
+    clock: Clock | None = None, **settings: Any
+) -> AsyncIterator[tuple[Server, grpc.aio.Channel]]:
     values = {"listen": "127.0.0.1:0", "http": "off", "store": "memory:", **settings}
-    server = Server(Settings(**values), SystemClock())
+    server = Server(Settings(**values), clock or SystemClock())
     await server.start()
     try:
         async with grpc.aio.insecure_channel(server.grpc_address) as channel:
@@ -41,6 +45,39 @@ def store_of(server: Server) -> MemoryStore:
     store = server.registry._store
     assert isinstance(store, MemoryStore)
     return store
+
+
+class JumpingClock(SystemClock):
+    """The machine's clocks, with time in which this process did not run."""
+
+    away_s = 0.0
+
+    def mono(self) -> float:
+        return super().mono() + self.away_s
+
+    def now(self) -> Instant:
+        return Instant(self.mono(), self.unix())
+
+
+def test_a_report_that_could_not_be_repeated_while_the_server_stood_still_counts() -> None:
+    async def run() -> None:
+        clock = JumpingClock()
+        async with serving(clock) as (_, channel):
+            registry = registry_pb2_grpc.RegistryStub(channel)
+            request = registration("e")
+            await registry.RegisterWorkers(request)
+            peer = v1.PeerConnection(
+                engine_id="e",
+                generation=request.records[0].generation,
+                transfers_in_flight=2,
+            )
+            await registry.ReportPeers(v1.ReportPeersRequest(boot_id="decode", peers=[peer]))
+            clock.away_s = 2 * FORGET_S
+            drained = await registry.DrainEngine(v1.DrainEngineRequest(engine_id="e"))
+            assert drained.outcome == v1.DRAIN_OUTCOME_WAITING
+            assert drained.transfers_in_flight == 2
+
+    asyncio.run(run())
 
 
 def test_readiness_goes_red_with_the_store_and_comes_back_and_liveness_stays() -> None:
