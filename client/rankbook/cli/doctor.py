@@ -98,7 +98,14 @@ def doctor(invocation: Invocation, engine_id: str | None) -> None:
         topologies = [one for one in topologies if one.engine.engine_id == engine_id]
     errors = [finding for finding in found if finding.severity is Severity.ERROR]
     error: RankbookError | None = None
-    if errors:
+    if any(finding.id == "STORE_AWAY" for finding in errors):
+        # What a server without its store knows may be read, and is not what is asked.
+        error = Unavailable(
+            "the registry is cut off from its store: it takes no writes",
+            reason=rankbook.Reason.STORE_UNAVAILABLE,
+            metadata={"findings": ",".join(finding.id for finding in errors)},
+        )
+    elif errors:
         error = Refused(
             f"{len(errors)} of {len(found)} findings are errors",
             reason=rankbook.Reason.ENGINE_INCOMPLETE
