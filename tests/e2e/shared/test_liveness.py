@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -87,7 +88,7 @@ def freeze(program: Any, heartbeat: bool = True) -> None:
 
 
 @pytest.fixture
-def holder(program: Callable[..., Any], made: Any) -> Callable[..., Any]:
+def holder(program: Callable[..., Any], made: Any) -> Iterator[Callable[..., Any]]:
     """Starts a worker in a process of its own; it knows its heartbeat's pid."""
     import base64
 
@@ -110,9 +111,15 @@ sys.stdin.readline()
         texts = [base64.b64encode(one.SerializeToString()).decode() for one in sent]
         one = program(text, address, str(ttl_s), *texts)
         one.heartbeat_pid = int(one.line())
+        started.append(one)
         return one
 
-    return start
+    started: list[Any] = []
+    yield start
+    for one in started:
+        # One that was frozen ends with nobody.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one.heartbeat_pid, signal.SIGKILL)
 
 
 def addresses(servers: Sequence[Any]) -> str:
