@@ -122,6 +122,10 @@ class Drains:
         self._task = asyncio.create_task(self._speak(self._store), name="drains")
         return [self._task]
 
+    def wake(self) -> None:
+        """Has it look whether there is something to say: the store is there."""
+        self._stirred.set()
+
     async def close(self) -> None:
         """Ends it. What others must still know of reports here stays for its time."""
         if self._store is None or self._task is None:

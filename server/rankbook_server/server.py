@@ -325,6 +325,7 @@ class Server:
             except BadRequest as error:
                 self._log.error("the ready file was not written", error=error.message)
         self._hub.look()
+        self._drains.wake()
         task = asyncio.get_running_loop().create_task(self._set_health(available=available))
         self._health_tasks.add(task)
         task.add_done_callback(self._health_tasks.discard)
