@@ -57,8 +57,8 @@ _VOUCH_S = 2.0
 _LOST_S = _RENEW_S + 2.0
 # So long after the store lost a word, other words may be missing too.
 WORD_BYTES = 256 * 1024
-"""Most bytes of a server's word, enough for a thousand engines that drain with the
-longest names: well below what a transaction may have."""
+"""Most bytes of a server's word: room for three thousand engines with names of twenty
+characters, or three hundred with the longest. Well below what a transaction may have."""
 _MOST_COUNT = 2**32 - 1
 _VERSION = 1
 
