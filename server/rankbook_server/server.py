@@ -16,7 +16,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rankbook.errors import BadRequest
+from rankbook.errors import BadRequest, Unavailable
 from rankbook.limits import MAX_MESSAGE_BYTES
 from rankbook_server.clock import Clock
 from rankbook_server.config import Listen, Settings, parse_listen
@@ -42,6 +42,8 @@ READINESS = "rankbook.v1"
 LIVENESS = "live"
 """Health service that is SERVING while the process runs."""
 _PROGRESS_S = 10.0
+_OPEN_S = 1.0
+# A store that is there takes half of it; a client waits two for a connection.
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -104,6 +106,7 @@ class Server:
         peers = Peers(settings.max_reporters)
         self.registry.on_grace = peers.grace
         shared = store if is_shared(store) else None
+        self._alone = alone
         self._drains = Drains(self.registry, peers, clock, shared, alone=alone)
         if shared is not None:
             self.registry.subscribe(self._drains)
@@ -125,6 +128,8 @@ class Server:
         self._health_tasks: set[asyncio.Task[None]] = set()
         self._serving = False
         self._said_serving = False
+        self.on_bound: Callable[[], None] = lambda: None
+        """Called once it listens: who connects now waits for an answer."""
         self.grpc_address = ""
         """HOST:PORT that gRPC is served on, once started."""
         self.http_address = ""
@@ -147,6 +152,13 @@ class Server:
                 await self.registry.open()
             self._grpc = self._build_grpc()
             port = self._bind_grpc(self._grpc)
+            self.on_bound()
+            if self._alone:
+                # Its one client has called already, and not every call is sent again:
+                # it waits for the connection meanwhile.
+                with contextlib.suppress(Unavailable, TimeoutError):
+                    async with asyncio.timeout(_OPEN_S):
+                        await self.registry.open()
         except BaseException:
             if web_socket is not None:
                 web_socket.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -103,9 +102,8 @@ def run(arguments: Sequence[str]) -> int:
         The exit code.
     """
     invocation = Invocation()
-    for name in ("registry", "server", "audit"):
-        # A server inside this process, over a store: what fails is said as the error.
-        logging.getLogger(f"rankbook.{name}").addHandler(logging.NullHandler())
+    # Of a server beside this process, over a store: what fails is said as the error.
+    os.environ.setdefault("RANKBOOK_STORE_LOG", "off")
     try:
         code = cli.main(
             args=list(arguments), prog_name="rankbook", standalone_mode=False, obj=invocation
