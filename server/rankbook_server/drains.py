@@ -16,7 +16,7 @@ A server that is asked reads what the others say, from the store itself and not
 from a copy that may be behind. An engine is drained once every server has
 answered for this very drain and none knows of a transfer. Nobody reads otherwise.
 
-A server inside another program's process serves that process alone. There may be
+A server beside another program serves that program alone. There may be
 thousands over one store, so such a one says nothing before something is reported.
 """
 
