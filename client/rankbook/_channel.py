@@ -147,6 +147,13 @@ def parse_endpoints(given: str | Sequence[str]) -> tuple[Endpoint, ...]:
     """
     texts = [given] if isinstance(given, str) else list(given)
     if texts and texts[0].strip().startswith("etcd:"):
+        for text in texts:
+            if "@" in text.partition("?")[0]:
+                raise BadRequest(
+                    "endpoint etcd:...: a user or password has no place before the hosts, where "
+                    "everybody sees it: give ?user=NAME&password_file=FILE",
+                    metadata={"field": "endpoint", "value": "etcd:...", "rule": "no user before @"},
+                )
         # Whoever cut a list at its commas has cut this too.
         return (Endpoint("", 0, ",".join(text.strip() for text in texts)),)
     parts = [part for text in texts for part in text.split(",") if part.strip()]

@@ -70,7 +70,7 @@ def _server_of(scheme: str) -> Callable[[str], Served]:
 def _missing(scheme: str, why: str) -> Unavailable:
     return Unavailable(
         f"an endpoint {scheme}:... is served by this process itself, which needs "
-        f"rankbook[server,{scheme}] ({why}): install it, or name a rankbookd",
+        f"rankbook[server] ({why}): install it, or name a rankbookd",
         reason=Reason.UNREACHABLE,
         metadata={"scheme": scheme},
     )

@@ -63,6 +63,8 @@ class RegistryLimits:
     """How late a tick may be before this process counts as stalled."""
     sweep_s: float = 10.0
     """How often what may be forgotten is looked for."""
+    sweeps: bool = True
+    """Whether this server forgets what is long over; it goes by the wall clock."""
     spread_s: float = 0.0
     """How much later than it is due upkeep is done: where very many share a
     store, each by another time, so that the first spares the others the work."""
@@ -143,6 +145,12 @@ class Registry:
             raise
         self._set_available(True)
 
+    async def try_open(self, timeout_s: float) -> None:
+        """Opens the store and reads the book, or goes on with that when time is up."""
+        self._recover_soon()
+        assert self._recovery is not None
+        await asyncio.wait([self._recovery], timeout=timeout_s)
+
     @property
     def is_shared(self) -> bool:
         """Whether other servers may write to the book too."""
@@ -163,7 +171,7 @@ class Registry:
         ]
         if self._follower is not None:
             self._tasks += self._follower.start()
-        if not self.available:
+        if not self.available and not self._recovering:
             self._recover_soon()
 
     async def close(self) -> None:
@@ -439,7 +447,7 @@ class Registry:
 
     def _housekeep(self, now: Instant) -> None:
         queued = {(c.namespace, c.name) for c in self._writer.queue if c.step is not None}
-        sweeps = now.mono_s >= self._next_sweep_s
+        sweeps = self._limits.sweeps and now.mono_s >= self._next_sweep_s
         if sweeps:
             self._next_sweep_s = now.mono_s + self._limits.sweep_s
             if not self._writer.is_busy:

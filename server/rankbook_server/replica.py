@@ -19,6 +19,7 @@ from rankbook_server.clock import Clock
 from rankbook_server.core.book import Book
 from rankbook_server.core.keys import IMPORT_KEY, Unreadable
 from rankbook_server.core.ops import Commit, Op
+from rankbook_server.core.stored import check
 from rankbook_server.lease_keys import LeaseKeys
 from rankbook_server.liveness import LivenessNews
 from rankbook_server.store.base import Store
@@ -197,6 +198,13 @@ class Replica:
             # Nothing of it is taken in before it is whole.
             return False
         by_namespace: dict[str, list[Op]] = {}
+        try:
+            # All of it or nothing is shown.
+            for op in commit.ops:
+                check(op)
+        except Unreadable as error:
+            self._log.error("a commit cannot be read", error=str(error))
+            return False
         for op in commit.ops:
             by_namespace.setdefault(op.key.partition("/")[0], []).append(op)
         touched: list[tuple[str, set[str]]] = []
@@ -205,11 +213,7 @@ class Replica:
             self._books.keep(book)
             book.clock_s = self._clock.mono()
             for op in ops:
-                try:
-                    book.apply(op, commit.revision)
-                except Unreadable as error:
-                    self._log.error("a commit cannot be read", error=str(error))
-                    return False
+                book.apply(op, commit.revision)
                 self._keys.folded(book, op)
             touched.append((namespace, book.take_touched()))
         self._moved(commit.revision)

@@ -16,7 +16,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rankbook.errors import BadRequest, Unavailable
+from rankbook.errors import BadRequest
 from rankbook.limits import MAX_MESSAGE_BYTES
 from rankbook_server.clock import Clock
 from rankbook_server.config import Listen, Settings, parse_listen
@@ -91,6 +91,8 @@ class Server:
             ),
             max_namespaces=settings.max_namespaces,
             sweep_s=min(10.0, max(settings.tombstone_ttl / 4, 0.25)),
+            # The clock of whatever machine a tool runs on must not end anything.
+            sweeps=not alone,
             spread_s=spread_s,
         )
         self.registry = Registry(
@@ -156,9 +158,7 @@ class Server:
             if self._alone:
                 # Its one client has called already, and not every call is sent again:
                 # it waits for the connection meanwhile.
-                with contextlib.suppress(Unavailable, TimeoutError):
-                    async with asyncio.timeout(_OPEN_S):
-                        await self.registry.open()
+                await self.registry.try_open(_OPEN_S)
         except BaseException:
             if web_socket is not None:
                 web_socket.close()

@@ -45,7 +45,7 @@ def _encode(state: SlotState, record_field: int, *, bare: bool) -> bytes:
 
 
 class EngineView:
-    """One engine's pieces. Read between `Registry.settle` and the next await."""
+    """One engine's pieces. Read without an await in between."""
 
     def __init__(self, registry: Registry, namespace: str, engine_id: str) -> None:
         self._registry = registry

@@ -200,6 +200,13 @@ class Writer:
             # A decision that no transaction of this store holds; the others come again.
             for outcome in writes:
                 outcome.command.fail(error)
+                if outcome.command.step is not None:
+                    self._log.error(
+                        "upkeep cannot be written",
+                        upkeep=outcome.command.name,
+                        namespace=outcome.command.namespace,
+                        error=error.message,
+                    )
             wave.give_back(self.queue)
             return
         if writes:

@@ -5,6 +5,7 @@ One table makes the flags, the variables, the defaults and `config show`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,8 @@ class Value:
         """The value for people: a secret only as set or not set."""
         if self.setting.secret:
             return "(set)" if self.value else "(not set)"
-        return self.value
+        # What stands there may be a password, though no address takes one.
+        return re.sub(r"[^/,:@]*(:[^/,@]*)?@", "***@", self.value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ __all__ = ["add_start", "begun_head", "copy_head", "heir_ops"]
 _MAX_STARTS = 32
 _MAX_RETIRED = 4
 _MAX_HEIRS = 16
+_HEIRS_BYTES = 128 * 1024
+# They go with a registration of up to 1 MiB, which must not be refused for them.
 
 
 def copy_head(engine: EngineState | None, *, visible_at: Instant | None) -> v1.StoredEngine:
@@ -98,6 +100,7 @@ def heir_ops(book: BookFold, engine_id: str, head: v1.StoredEngine, now: Instant
     """Tells the tombstones whose place a start takes: those of its group, role and
     DP rank that have no successor yet."""
     ops: list[Op] = []
+    size = 0
     for other_id in sorted(book.groups.get(head.group, set()) & book.tombstones):
         other = book.engines[other_id]
         if (
@@ -111,7 +114,9 @@ def heir_ops(book: BookFold, engine_id: str, head: v1.StoredEngine, now: Instant
         told.successor.CopyFrom(
             v1.Successor(engine_id=engine_id, epoch=head.epoch, generation=head.generation)
         )
-        ops.append(book.head_put(other_id, told))
-        if len(ops) == _MAX_HEIRS:
+        put = book.head_put(other_id, told)
+        size += len(put.value)
+        if len(ops) == _MAX_HEIRS or size > _HEIRS_BYTES:
             break
+        ops.append(put)
     return ops

@@ -10,7 +10,7 @@ from rankbook.errors import BadRequest, LimitExceeded, NotFound, Overloaded, Rea
 from rankbook.limits import DEFAULT_TTL_S, MAX_RENEWALS, MAX_TTL_S, MIN_TTL_S, check_id
 from rankbook_server.core.decision import Instant
 from rankbook_server.core.fold import BookFold, LeaseEntry
-from rankbook_server.core.ops import MAX_TXN_OPS, Op
+from rankbook_server.core.ops import MAX_TXN_OPS, UPKEEP_BYTES, Op
 
 __all__ = [
     "Granted",
@@ -169,10 +169,15 @@ def extend(book: BookFold, entry: LeaseEntry, now: Instant) -> None:
 
 def ttl_ops(book: BookFold) -> list[Op]:
     """Writes down times to live that renewals have changed, as many as fit."""
-    return [
-        book.lease_put(lease_id, _changed(book.leases[lease_id]))
-        for lease_id in sorted(book.unsaved)[:MAX_TXN_OPS]
-    ]
+    ops: list[Op] = []
+    size = 0
+    for lease_id in sorted(book.unsaved)[:MAX_TXN_OPS]:
+        put = book.lease_put(lease_id, _changed(book.leases[lease_id]))
+        size += len(put.value)
+        if ops and size > UPKEEP_BYTES:
+            break
+        ops.append(put)
+    return ops
 
 
 def _changed(entry: LeaseEntry, *, ended: bool = False) -> v1.StoredLease:

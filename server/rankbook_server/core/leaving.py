@@ -22,7 +22,7 @@ from rankbook_server.core.fold import CORE, BookFold, LeaseEntry
 from rankbook_server.core.heads import copy_head
 from rankbook_server.core.keys import SlotKey, lease_key, slot_key, slot_text
 from rankbook_server.core.leases import ttl_ops
-from rankbook_server.core.ops import MAX_TXN_OPS, Delete, Op, Txn
+from rankbook_server.core.ops import MAX_TXN_OPS, UPKEEP_BYTES, Delete, Op, Txn
 from rankbook_server.core.records import slot_holder
 
 __all__ = ["deregister", "expire", "removal_ops", "revoke"]
@@ -30,6 +30,8 @@ __all__ = ["deregister", "expire", "removal_ops", "revoke"]
 _REMOVED_AT_ONCE = MAX_TXN_OPS - 28
 """Slots taken out by one transaction; leaves room for heads and the lease."""
 _ENGINES_AT_ONCE = 16
+_HOLDERS_BYTES = 2_560
+# Most that is left of a slot: eight holders with the longest names.
 
 
 def removal_ops(
@@ -208,14 +210,17 @@ def _end(book: BookFold, leases: Iterable[LeaseEntry], now: Instant, *, revoked:
     must know whether the lease was `revoked`."""
     by_engine: dict[str, list[SlotKey]] = {}
     end = _End([], [], [])
-    room = MAX_TXN_OPS
+    room, size = MAX_TXN_OPS, UPKEEP_BYTES
     for entry in leases:
         holds = sorted(entry.holds)
         fresh = {engine_id for engine_id, _ in holds} - by_engine.keys()
+        written = sum(book.engines[engine_id].head.ByteSize() for engine_id in fresh)
+        written += len(holds) * _HOLDERS_BYTES
         if not end.leases:
             holds = _first_piece(holds)
-        elif len(holds) + len(fresh) + 1 > room:
+        elif len(holds) + len(fresh) + 1 > room or written > size:
             break
+        size -= written
         for engine_id, slot in holds:
             by_engine.setdefault(engine_id, []).append(slot)
         room -= len(holds) + len(fresh) + 1

@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MAX_TXN_OPS", "Commit", "Compare", "Delete", "Entry", "Op", "Put", "Txn"]
+__all__ = [
+    "MAX_TXN_OPS",
+    "UPKEEP_BYTES",
+    "Commit",
+    "Compare",
+    "Delete",
+    "Entry",
+    "Op",
+    "Put",
+    "Txn",
+]
 
 MAX_TXN_OPS = 126
 """Most operations, and most compares, of one transaction.
@@ -17,6 +27,11 @@ MAX_TXN_OPS = 126
 etcd's default bound is 128 of each. The store on etcd adds two compares (which
 book this is, and `Txn.base`) and one operation (the book's head).
 """
+
+
+UPKEEP_BYTES = 768 * 1024
+"""About as many bytes one transaction of upkeep may have, beside its first piece:
+half of what etcd takes in a request by default."""
 
 
 @dataclass(frozen=True, slots=True)

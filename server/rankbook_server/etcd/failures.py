@@ -187,7 +187,7 @@ _ROWS = (
     _Row(("permission denied",), What.DENIED, "does not permit it", _GRANT),
     _Row(("database space exceeded",), What.NO_SPACE, "has used up its quota", _ROOM),
     _Row(
-        ("request is too large", "larger than max"),
+        ("request is too large", "larger than max", "too many operations"),
         What.TOO_LARGE,
         "refuses a request this large",
         _BOUND,

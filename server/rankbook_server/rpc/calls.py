@@ -276,14 +276,16 @@ class Calls:
             # It may have been granted at another server a moment ago.
             await registry.catch_up()
             statuses = registry.book(namespace).renew(request, registry.now())
-        if await registry.confirm_alive(_alive(statuses)):
+        made = await registry.confirm_alive(_alive(statuses))
+        if made:
             # The store held some for dead; another server may have ended them.
             await registry.catch_up()
             statuses = registry.book(namespace).renew(request, registry.now())
             registry.note_ended(
                 status.lease_id
                 for status in statuses
-                if status.state in (v1.LEASE_STATE_ENDED, v1.LEASE_STATE_UNKNOWN)
+                if status.lease_id in made
+                and status.state in (v1.LEASE_STATE_ENDED, v1.LEASE_STATE_UNKNOWN)
             )
         return statuses, registry.now()
 

@@ -466,6 +466,9 @@ class EtcdStore:
             try:
                 answer = await life.client.txn(self._request(life, txn))
             except EtcdError as error:
+                if error.what is What.TOO_LARGE and not results:
+                    # It will be no smaller the next time.
+                    raise LimitExceeded(error.message, metadata=error.metadata) from error
                 raise _half_done(error, len(results), len(txns), any(results)) from error
             if answer.succeeded:
                 life.last = max(life.last, answer.header.revision)
