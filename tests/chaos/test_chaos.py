@@ -18,7 +18,7 @@ from .faults import ALL
 from .isolation import namespaces
 
 ROOT = Path(__file__).parents[2]
-SECONDS = float(os.environ.get("RANKBOOK_CHAOS_SECONDS", "480"))
+SECONDS = float(os.environ.get("RANKBOOK_CHAOS_SECONDS", "300"))
 SEED = int(os.environ.get("RANKBOOK_CHAOS_SEED", "20251130"))
 AROUND_S = 240.0
 """Most that starting, converging, ending and checking take beside the faults."""

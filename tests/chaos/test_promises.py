@@ -217,7 +217,7 @@ def test_a_watch_begins_no_earlier_than_it_resumes_while_changes_come_in(tmp_pat
 
         async def write_all() -> None:
             # Many at once, but fewer than a session takes.
-            for first in range(2, 4000, 100):
+            for first in range(2, 1500, 100):
                 await asyncio.gather(*(write(first + number) for number in range(100)))
 
         async def watch() -> None:

@@ -107,15 +107,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.fixture(scope="session", params=["rankbookd", "rankbookd-on-etcd", "etcd"])
+@pytest.fixture(scope="session", params=["rankbookd", "etcd"])
 def book(request: pytest.FixtureRequest) -> str:
-    """What a client is given: a server, a server over etcd, or etcd itself."""
+    """What a client is given: a server, or etcd itself, where its own server is
+    over etcd."""
     if request.param == "rankbookd":
         address: str = request.getfixturevalue("shared_rankbookd").grpc
         return address
-    if request.param == "rankbookd-on-etcd":
-        on_etcd: str = request.getfixturevalue("etcd_rankbookd").grpc
-        return on_etcd
     node: EtcdNode = request.getfixturevalue("etcd_node")
     return node.url("direct")
 

@@ -7,7 +7,7 @@ from tests.unit.core.desk import Desk, record, registration
 
 from rankbook import v1
 from rankbook.errors import LimitExceeded, Overloaded, Reason, Refused
-from rankbook_server.core.book import BookLimits
+from rankbook_server.core.book import BookLimits, Decision
 from rankbook_server.core.keys import lease_key
 from rankbook_server.core.ops import Put
 
@@ -259,3 +259,47 @@ def test_a_time_to_live_that_was_told_is_not_lost_by_what_another_server_writes(
     assert desk.book.leases[lease_id].stored.ttl_millis == 20_000
     assert [use.engine_id for use in desk.book.leases[lease_id].stored.uses][-1] == "other"
     assert not desk.book.unsaved
+
+
+def sizes(decision: Decision[None] | None) -> int:
+    assert decision is not None
+    assert decision.txn is not None
+    return sum(len(op.key) + len(op.value) for op in decision.txn.ops if isinstance(op, Put))
+
+
+def test_the_end_of_many_fat_engines_at_once_fits_transactions_of_any_store() -> None:
+    """60 heads of 52 KB are more than etcd takes in a request."""
+    desk = Desk()
+    for number in range(60):
+        one = record(0, 0, engine_id=f"e{number}", pp_size=1, tp_size=1)
+        desk.quick("register", registration(one, key=f"k{number}"))
+        engine = desk.book.engines[f"e{number}"]
+        head = v1.StoredEngine()
+        head.CopyFrom(engine.head)
+        head.core.record.connector = "c" * 52_000
+        desk.revision += 1
+        desk.book.apply(desk.book.head_put(f"e{number}", head), desk.revision)
+    desk.mono_s += 11
+    count = 0
+    while (end := desk.book.expire(desk.now)) is not None:
+        assert sizes(end) < 1_000_000
+        desk.commit(end)
+        count += 1
+    assert 1 < count < 10
+    assert not desk.book.leases
+
+
+def test_new_times_to_live_of_leases_with_many_uses_fit_transactions_of_any_store() -> None:
+    desk = Desk()
+    for number in range(40):
+        desk.register(record(0, 0, engine_id=f"e{number}", boot_id=f"b{number}"), key=f"k{number}")
+    for lease_id, entry in desk.book.leases.items():
+        entry.stored.uses.extend(
+            v1.StoredUse(engine_id=f"{'n' * 240}{use}", epoch=1) for use in range(255)
+        )
+        desk.renew(lease_id, ttl_s=20.0)
+    while desk.book.unsaved:
+        decision = desk.book.expire(desk.now)
+        assert sizes(decision) < 1_000_000
+        assert decision is not None
+        desk.commit(decision)
