@@ -50,6 +50,9 @@ def test_everything_that_is_stored_has_a_version(
             if key.startswith("p/live/"):
                 assert v1.StoredLiveness.FromString(value).version == 1
                 seen.add("live")
+            elif key.startswith("p/server/"):
+                assert v1.StoredServer.FromString(value).version == 1
+                seen.add("server")
             elif key == "p/book":
                 assert v1.StoredBook.FromString(value).version == 1
                 seen.add("book")
@@ -57,7 +60,7 @@ def test_everything_that_is_stored_has_a_version(
                 kind = key.split("/")[3]
                 assert messages[kind].FromString(value).version == 1, key
                 seen.add(kind)
-        assert seen == {"live", "book", "n", "e", "w", "l"}
+        assert seen == {"live", "server", "book", "n", "e", "w", "l"}
 
 
 @pytest.mark.parametrize(
