@@ -176,9 +176,7 @@ def check(stub: Any, engine: Engine) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_nothing_acknowledged_is_lost_over_eighty_kills(
-    rankbookd: Any, tmp_path: Path
-) -> None:
+def test_nothing_acknowledged_is_lost_over_eighty_kills(rankbookd: Any, tmp_path: Path) -> None:
     rng = random.Random(20251129)
     engines = [Engine(f"engine-{n}") for n in range(ENGINES)]
     server = rankbookd(store=f"sqlite:{tmp_path / 'book.db'}", http="off")
