@@ -200,6 +200,9 @@ class Shadow:
         lease = self.leases[granted.lease_id]
         assert granted.ttl.seconds == lease.ttl_s
         lease.deadline = self.now + lease.ttl_s
+        if lease.uses.get(name) != epoch:
+            # Its new use is written, and the time to live that it has now with it.
+            lease.saved_ttl_s = lease.ttl_s
         lease.uses[name] = epoch
 
     def touch(self, lease_id: str) -> None:
