@@ -168,6 +168,12 @@ def is_unimplemented(problem: Any) -> bool:
     return code == "UNIMPLEMENTED" and not has_reason(details)
 
 
+def is_hidden(problem: Any) -> bool:
+    """Whether grpc.aio kept the reason of a stream's end to itself."""
+    code, message, _ = _code_and_details(problem)
+    return code == "INTERNAL" and message == "Internal error from Core"
+
+
 def unreachable(endpoints: tuple[Endpoint, ...], waited_s: float, cause: str) -> Unavailable:
     """No endpoint answered."""
     if len(endpoints) == 1:

@@ -274,11 +274,13 @@ class AsyncWire:
         import grpc.aio
 
         error: RankbookError = _rpc.unreachable((connection.endpoint,), 0, "it hung up")
+        heard = False
         try:
             while True:
                 response = await connection.stream.read()
                 if response is grpc.aio.EOF:
                     break
+                heard = True
                 connection.session.heard(_clock.mono_s())
                 outcome = connection.session.receive(response)
                 if outcome is not None:
@@ -290,7 +292,9 @@ class AsyncWire:
                 self._fall_back(connection)
                 return
         except grpc.RpcError as problem:
-            if _rpc.is_unimplemented(problem):
+            # grpc.aio hides why a stream was refused where a write comes first; a call
+            # of its own is told.
+            if _rpc.is_unimplemented(problem) or (not heard and _rpc.is_hidden(problem)):
                 self._fall_back(connection)
                 return
             error = _rpc.failure_of(problem, connection.endpoint).error
