@@ -120,7 +120,7 @@ class AsyncWire:
             return Answer(outcome.parts, sent_s, _clock.perf_s())
         if self._closed or connection.error is None:
             raise _rpc.closed()
-        if connection.unary:
+        if connection.unary and not outcome.sent:
             # That no session is carried is no failure of this call: it has not left yet.
             return await self._unary(connection, call, until)
         raise Failure(connection.error, sent=outcome.sent)
@@ -294,8 +294,9 @@ class AsyncWire:
         except grpc.RpcError as problem:
             # grpc.aio hides why a stream was refused where a write comes first; a call
             # of its own is told.
-            if _rpc.is_unimplemented(problem) or (not heard and _rpc.is_hidden(problem)):
-                self._fall_back(connection)
+            hidden = not heard and _rpc.is_hidden(problem)
+            if hidden or _rpc.is_unimplemented(problem):
+                self._fall_back(connection, sent=hidden)
                 return
             error = _rpc.failure_of(problem, connection.endpoint).error
         except asyncio.CancelledError:
@@ -304,15 +305,20 @@ class AsyncWire:
                 raise
         await self._drop(connection, error)
 
-    def _fall_back(self, connection: _Connection) -> None:
-        """Something on the way carries no session: the same channel, one rpc a call."""
+    def _fall_back(self, connection: _Connection, *, sent: bool = False) -> None:
+        """Something on the way carries no session: the same channel, one rpc a call.
+
+        Args:
+            connection: The connection.
+            sent: Its open calls may have reached a server all the same.
+        """
         connection.unary = True
         connection.stream = None
         connection.error = _rpc.unreachable((connection.endpoint,), 0, "no session stream")
         if connection.writer is not None:
             connection.writer.cancel()
         for one in connection.session.broke():
-            self._tell(connection, Broken(one.request_id, sent=False))
+            self._tell(connection, Broken(one.request_id, sent=sent and one.sent))
 
     def _tell(self, connection: _Connection, one: Broken) -> None:
         box = connection.boxes.pop(one.request_id, None)

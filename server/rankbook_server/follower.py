@@ -2,8 +2,8 @@
 
 Three things run side by side: a watch of commits, a watch of leases, and a look
 at the store once a second. The look notices what a quiet watch does not: a store
-that stands still, and a watch that is behind. Whatever breaks is tried again at
-once and then four times a second, from the last revision that was seen.
+that stands still, and a watch that is behind. Whatever breaks is tried again
+four times a second, from the last revision that was seen.
 
 While something is broken this server is *cut off*. A short cut is nobody's
 business; a longer one makes it refuse writes, and gives every lease a full time

@@ -371,6 +371,7 @@ class Registry:
     async def _recover(self) -> None:
         """Has the store back, and what it holds; the timer tries again."""
         self._recovering = True
+        was_loaded = self._replica.is_loaded
         try:
             if self._shared is None:
                 await self._replica.load(self._store)
@@ -387,7 +388,8 @@ class Registry:
             # Nobody could say here that he lives.
             self._keys.doubt(self._clock.now())
         self._set_available(True)
-        self._log.info("the store is back", revision=self.revision)
+        if was_loaded:
+            self._log.info("the store is back", revision=self.revision)
 
     async def _come_back(self, store: SharedStore) -> None:
         replica, book_id = self._replica, store.book_id

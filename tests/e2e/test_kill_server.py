@@ -19,7 +19,7 @@ import pytest
 from rankbook import v1
 from rankbook.v1 import registry_pb2_grpc
 
-ROUNDS = 80
+ROUNDS = 200
 ENGINES = 6
 SLOTS = 4
 THREADS = 3
@@ -176,7 +176,9 @@ def check(stub: Any, engine: Engine) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_nothing_acknowledged_is_lost_over_eighty_kills(rankbookd: Any, tmp_path: Path) -> None:
+def test_nothing_acknowledged_is_lost_over_hundreds_of_kills(
+    rankbookd: Any, tmp_path: Path
+) -> None:
     rng = random.Random(20251129)
     engines = [Engine(f"engine-{n}") for n in range(ENGINES)]
     server = rankbookd(store=f"sqlite:{tmp_path / 'book.db'}", http="off")
